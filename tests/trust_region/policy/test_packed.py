@@ -288,18 +288,3 @@ def test_views_wait_once(take):
     with waits() as names:
         take(packed)
     assert names == ["tolist"]
-
-
-def test_what_waits_is_seen():
-    """The other tests here would notice."""
-    values, mask, repeats = torch.arange(3.0), torch.tensor([True, False, True]), torch.tensor([1, 0, 2])
-    with waits() as names:
-        _ = values[mask]
-        values[mask] = torch.zeros(2)
-        values.repeat_interleave(repeats)
-        values.sum().item()
-        mask.nonzero()
-        bool(mask.all())
-        values.tolist()
-        values.repeat_interleave(repeats, output_size=3)
-    assert len(names) == 7

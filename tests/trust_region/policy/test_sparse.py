@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import troll
+from tests.trust_region.bound_kinds import OPTIONS
 from tests.trust_region.policy.policies import FIELDS, assert_identical, by_pickle, by_torch, random_policy
 from troll import PackedPolicy, SparsePolicy
-from troll.trust_region.bounds import BOUNDS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a policy says of itself
@@ -72,13 +72,6 @@ def test_views(shape):
     assert_identical(viewed.view((3, 4)), policy)
 
 
-def test_a_single_position_in_other_shapes():
-    single = random_policy(())
-    assert_identical(single.view((1, 1)).view(()), single)
-    assert_identical(single[None][0], single)
-    assert single[None].shape == (1,)
-
-
 def test_a_view_of_another_number_of_positions_is_an_error():
     with pytest.raises(RuntimeError):
         random_policy((3, 4)).view((3, 5))
@@ -105,6 +98,7 @@ def test_indexing_is_along_the_batch(index):
     part = policy[index]
     rows = torch.arange(12).view(3, 4)[index]
     assert part.shape == rows.shape
+    assert_identical(part[None][0], part)
     for name in FIELDS:
         tensor = getattr(policy, name)
         assert torch.equal(getattr(part, name), tensor.view(12, *tensor.shape[2:])[rows]), name
@@ -201,25 +195,15 @@ def public_values() -> dict[str, Any]:
 
 VALUES = public_values()
 
-BOUND_OPTIONS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "linear": {"end": 0.01, "steps": 100},
-    "cosine": {"end": 0.01, "steps": 100},
-    "by_age": {"end": 0.01, "steps": 100},
-    "hold_projected_fraction": {"target": 0.05},
-    "hold_kl": {"target": 1e-3},
-}
-
 #: What holds numbers only.
 PLAIN = [
     troll.bounds.BoundStatistics(projected_fraction=0.25, kl=1e-3),
     troll.Truncation(top_k=20, top_p=0.9),
-    *(troll.bounds.make_bound(name, 0.05, **options) for name, options in BOUND_OPTIONS.items()),
+    *(troll.bounds.make_bound(name, 0.05, total_steps=100, **options) for name, options in OPTIONS.items()),
 ]
 
 
 def test_every_public_type_is_tested_here():
-    assert BOUND_OPTIONS.keys() == BOUNDS.keys()
     modules = (troll, troll.bounds, troll.diagnostics)
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     public = {name: value for name, value in names.items() if inspect.isclass(value)}

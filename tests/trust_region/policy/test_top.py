@@ -160,25 +160,21 @@ def test_top_log_probs_with_ties_in_any_order(logits, top_k, more, threshold, wi
     assert_same_policy(actual, expected, rtol=4 * 2**-52, atol=128 * 2**-52)
 
 
-def test_fewer_entries_than_slots_leave_the_rest_to_the_tail():
+@pytest.mark.parametrize(
+    ("sampled", "top_k", "ids", "probs", "slot"),
+    [
+        (3, 4, [7, 3, -1, -1], [0.5, 0.25, 0, 0, 0.25], 1),
+        (5, 4, [7, 3, 5, -1], [0.5, 0.25, 0.0625, 0, 0.1875], 2),
+        (5, 2, [7, 5], [0.5, 0.0625, 0.4375], 1),
+    ],
+)
+def test_two_entries_and_a_sampled_token_fill_slots_in_this_order(sampled, top_k, ids, probs, slot):
+    log_probs, sampled_log_prob = torch.tensor([0.5, 0.25]).log(), torch.tensor(0.25 if sampled == 3 else 0.0625).log()
     policy = troll.capture_top(
-        torch.tensor([7, 3]), torch.tensor([0.5, 0.25]).log(), torch.tensor(3), torch.tensor(0.25).log(), 10, top_k=4
+        torch.tensor([7, 3]), log_probs, torch.tensor(sampled), sampled_log_prob, 10, top_k=top_k
     )
-    assert policy.token_ids.tolist() == [7, 3, -1, -1]
-    torch.testing.assert_close(policy.outcomes.exp(), torch.tensor([0.5, 0.25, 0, 0, 0.25]))
-    assert policy.slot.item() == 1
-    assert policy.log_prob.item() == pytest.approx(math.log(0.25))
-
-
-def test_a_sampled_token_that_is_no_entry_takes_the_next_slot_or_the_last():
-    log_probs, sampled = torch.tensor([0.5, 0.25]).log(), torch.tensor(0.0625).log()
-    for top_k, ids, probs, slot in (
-        (4, [7, 3, 5, -1], [0.5, 0.25, 0.0625, 0, 0.1875], 2),
-        (2, [7, 5], [0.5, 0.0625, 0.4375], 1),
-    ):
-        policy = troll.capture_top(torch.tensor([7, 3]), log_probs, torch.tensor(5), sampled, 10, top_k=top_k)
-        assert policy.token_ids.tolist() == ids and policy.slot.item() == slot
-        torch.testing.assert_close(policy.outcomes.exp(), torch.tensor(probs))
+    assert policy.token_ids.tolist() == ids and policy.slot.item() == slot
+    torch.testing.assert_close(policy.outcomes.exp(), torch.tensor(probs))
 
 
 def test_of_a_sampled_token_that_is_an_entry_the_entry_counts():

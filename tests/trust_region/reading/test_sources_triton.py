@@ -166,11 +166,13 @@ def test_equal_policies_have_ratio_one(dtype, kind, monkeypatch):
     assert (made.log_ratio.abs() <= 4 * 2.0**-23 * old.log_prob.abs().clamp(min=1)).all() and not made.projected.any()
 
 
-def test_donated_logits_hold_their_gradient(monkeypatch):
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_donated_logits_hold_their_gradient(kernels, monkeypatch):
+    """Which goes on to what they were made of."""
     problem = Problem("logits", torch.bfloat16)
     logits = (problem.hidden @ problem.new.t())[:, :-1].reshape(-1, VOCABULARY).contiguous()
     old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9).view((6,))
-    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv(VARIABLE, kernels)
     gradients: list[Tensor] = []
     for donate in (False, True):
         leaf = logits.clone().requires_grad_()
