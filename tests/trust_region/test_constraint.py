@@ -240,21 +240,6 @@ def test_gradients_of_degenerate_policies_are_finite(scope, dtype):
             assert gradient.isfinite().all()
 
 
-def test_a_group_that_is_not_projected_keeps_policy_and_gradient():
-    old = random_logits(2, 3, 5)
-    new = old + 0.01 * random_logits(2, 3, 5, seed=1)
-    new[1] += random_logits(3, 5, seed=2)
-    logits = new.requires_grad_()
-    projection = project(logits, old, 0.05, constraint=Constraint.sequence(torch.ones(2, 3)))
-    assert projection.projected.tolist() == [[False] * 3, [True] * 3]
-    assert not projection.multiplier[0].any() and not projection.iterations[0].any()
-    assert torch.equal(projection.kl_after[0], projection.kl_before[0])
-    weight = random_logits(3, 5, seed=3)
-    (ours,) = torch.autograd.grad((weight * projection.log_probs[0]).sum(), logits)
-    (plain,) = torch.autograd.grad((weight * torch.log_softmax(logits[0], -1)).sum(), logits)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What must not matter, and what must
 

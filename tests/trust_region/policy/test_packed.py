@@ -16,6 +16,7 @@ from hypothesis.extra.numpy import array_shapes, basic_indices
 import troll
 from tests.trust_region.policy.policies import (
     FIELDS,
+    OTHER_CAPTURES,
     assert_identical,
     by_pickle,
     by_torch,
@@ -36,7 +37,8 @@ def policies(draw: st.DrawFn, min_dims: int = 0) -> SparsePolicy:
     seed = draw(st.integers(0, 2**16))
     low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (1, 1), (0, 1)]))
     counts = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
-    return padded(counts, top_k, dtype=draw(st.sampled_from([torch.float32, torch.float64])), seed=seed)
+    dtype, truncated = draw(st.sampled_from([torch.float32, torch.float64])), draw(st.booleans())
+    return padded(counts, top_k, dtype=dtype, truncated=truncated, seed=seed)
 
 
 def backwards(index: Any) -> bool:
@@ -197,9 +199,7 @@ def test_cat_undoes_slicing(policy, data):
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("mass_threshold", random_policy(mass_threshold=0.5)),
-        ("vocab_size", random_policy(size=41)),
-        ("top_k", random_policy(top_k=9)),
+        *OTHER_CAPTURES,
         ("dtype", random_policy(dtype=torch.float64)),
         ("shape", random_policy((3, 5))),
     ],

@@ -13,11 +13,15 @@ from torch import Tensor
 
 import troll
 from tests.trust_region.bound_kinds import OPTIONS
-from tests.trust_region.policy.policies import FIELDS, assert_identical, by_pickle, by_torch, random_policy
+from tests.trust_region.policy.policies import (
+    FIELDS,
+    OTHER_CAPTURES,
+    assert_identical,
+    by_pickle,
+    by_torch,
+    random_policy,
+)
 from troll import PackedPolicy, SparsePolicy
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a policy says of itself
 
 #: Three positions of K = 3 slots over a vocabulary of 9.
 HAND_MADE = SparsePolicy(
@@ -120,14 +124,7 @@ def test_cat_undoes_splitting(dim):
     assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("mass_threshold", random_policy(mass_threshold=0.5)),
-        ("vocab_size", random_policy(size=41)),
-        ("top_k", random_policy(top_k=9)),
-    ],
-)
+@pytest.mark.parametrize(("name", "other"), OTHER_CAPTURES)
 def test_cat_refuses_policies_captured_differently(name, other):
     with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
         SparsePolicy.cat([random_policy(), other])
@@ -154,10 +151,6 @@ def test_no_positions(shape):
     assert_identical(policy.view((0,)).view(shape), policy)
     assert_identical(policy[...], policy)
     assert_identical(SparsePolicy.cat([policy, policy]), random_policy((2 * shape[0], *shape[1:])))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
 
 
 def test_positions_that_do_not_fit_are_refused():

@@ -60,10 +60,6 @@ def test_the_largest_of_some_entries_and_the_rest_are_the_whole():
     np.testing.assert_allclose(array(top.log_rest), expected, rtol=1e-14)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Slots
-
-
 def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
     """Also what the sampled token pushes out; and the sampled token itself never, whichever numbers it has."""
     z = torch.tensor([[4.0, 3.0, -8.0], [4.0, 3.0, 2.0], [4.0, 3.0, 2.0], [9.0, 0.0, -1.0]], dtype=torch.float64)
