@@ -16,7 +16,7 @@ from torch import Tensor
 
 import troll
 from tests.trust_region import reference
-from tests.trust_region.cases import FAMILIES, Array, array, bounds, pairs, random_logits, tensor, true_kl
+from tests.trust_region.cases import FAMILIES, Array, array, bounds, kl_of_logits, pairs, random_logits, tensor, true_kl
 from troll import Constraint, LMHead, Projection, project
 from troll.trust_region import step as step_file
 from troll.trust_region.constraint import REDUCTIONS
@@ -127,17 +127,10 @@ def test_float32_meets_the_bound(family, scope, dtype):
         old, new = old[shuffled].view(12, 8, size), new[shuffled].view(12, 8, size)
         mask = ragged_mask(12, 8, seed=size)
         constraint = make(scope, mask)
+        before = kl_of_logits(*(array(x).reshape(96, size) for x in (new, old)))
         for kl_bound in (1e-3, 0.03, 1.0):
             projection = project(new, old, kl_bound, constraint=constraint)
             assert projection.iterations.max() <= 30
-            before = np.array(
-                [
-                    reference.kl_divergence(outcomes.log_new, outcomes.log_old)
-                    for outcomes in map(
-                        reference.dense_outcomes, array(new).reshape(96, -1), array(old).reshape(96, -1)
-                    )
-                ]
-            )
             chosen = array(projection.projected).ravel()
             after = before.copy()
             after[chosen] = true_kl(array(projection.log_probs[projection.projected]), array(old[projection.projected]))
@@ -313,12 +306,17 @@ def test_a_token_without_weight_takes_the_multiplier_of_its_group():
     torch.testing.assert_close(projection.log_probs[1], expected)
 
 
-def test_a_group_with_an_infinite_bound_is_not_projected():
-    constraint = Constraint.batch(torch.ones(3))
-    kl_bound = torch.tensor([math.inf, 0.01, 0.01])
-    assert not project(
-        random_logits(3, 6), random_logits(3, 6, seed=1), kl_bound, constraint=constraint
-    ).projected.any()
+def test_the_bound_of_a_group_is_the_weighted_mean_of_its_tokens():
+    old, new = random_logits(4, 6), random_logits(4, 6, seed=1)
+    weight = torch.tensor([1.0, 3.0, 0.0, 2.0], dtype=torch.float64)
+    constraint = Constraint(torch.zeros(4, dtype=torch.int64), weight, 1)
+    kl_bound = torch.tensor([0.01, 0.2, 5.0, 0.05], dtype=torch.float64)
+    several = project(new, old, kl_bound, constraint=constraint)
+    one = project(new, old, (1 * 0.01 + 3 * 0.2 + 2 * 0.05) / 6, constraint=constraint)
+    assert several.projected.all()
+    assert_same(several, one)
+    kl_bound[0] = math.inf
+    assert not project(new, old, kl_bound, constraint=constraint).projected.any()
 
 
 LOGITS = st.lists(

@@ -37,7 +37,7 @@ from troll.trust_region.step import TAILS, trust_region_step
 @pytest.mark.parametrize("family", FAMILIES)
 def test_agrees_with_torch(family, size, pull, tail):
     """Values, and the gradient of all outputs together."""
-    rows = 16
+    rows = 10
     case = case_of(family, rows, size, tail)
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(rows, generator=generator).to(DEVICE) for name in DIFFERENTIABLE}
@@ -53,10 +53,10 @@ def test_agrees_with_torch(family, size, pull, tail):
 def test_gradient_of_one_output(name, pull, tail):
     """Nothing arrives at the others."""
     for family in ("peaked", "masked"):
-        case = case_of(family, 12, 5, tail, seed=1)
-        weights = {name: torch.linspace(-2, 2, 12, device=DEVICE)}
+        case = case_of(family, 8, 5, tail, seed=1)
+        weights = {name: torch.linspace(-2, 2, 8, device=DEVICE)}
         assert_agrees(case, tail, weights, pull)
-        _, (gradient, *_) = run(case, tail, weights, pull=pull, by_triton=True)
+        _, (gradient, *_) = run(case, tail, weights, pull=pull)
         assert gradient.abs().max() > 0.05
 
 
@@ -76,7 +76,7 @@ def test_without_entropy_and_without_gradient():
 @pytest.mark.parametrize("family", ["peaked", "nearly_disjoint", "near_deterministic", "masked"])
 def test_the_bound_is_met_for_any_sampled_token(family):
     """To the promise for float32, judged in float64: the whole of q is read by sampling every outcome."""
-    rows, size = 8, 5
+    rows, size = 5, 5
     old, new = (tensor(x) for x in pairs(family, rows, size, seed=2))
     kl_bound = bounds(rows, seed=3)
     nothing = torch.full((rows * size,), -math.inf)
