@@ -111,12 +111,6 @@ def test_without_a_projected_token():
     assert metrics["projected_fraction"].item() == 0.0
 
 
-@pytest.mark.parametrize("rows", [0, 4])
-def test_without_a_token(rows):
-    metrics = metrics_of(some(random_step(), slice(rows)), torch.zeros(rows, 5))
-    assert len(metrics) == 8 and all(value.item() == 0 for value in metrics.values())
-
-
 def test_tokens_that_are_no_distribution_are_counted_and_left_out():
     logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(11))
     old = troll.capture(logits, torch.zeros(2, 4, dtype=torch.int64))
