@@ -17,7 +17,6 @@ from troll.trust_region.bounds import (
     make_bound,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
 # make_bound
 
 
@@ -74,7 +73,6 @@ def test_none_stands_for_the_default_of_an_option_that_has_it():
     assert made[0].value == made[1].value == pytest.approx(0.07)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What every bound has in common
 
 
@@ -116,7 +114,6 @@ def test_refuses_statistics_that_are_none(fraction, kl):
         BoundStatistics(fraction, kl)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Schedules
 
 
@@ -175,7 +172,6 @@ def test_schedules_last_the_whole_training_a_fraction_or_a_number_of_steps(name)
     assert all(a > b for a, b in itertools.pairwise(whole))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Controllers
 
 

@@ -51,7 +51,6 @@ def reference_groups(
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Values against scipy
 
 
@@ -143,7 +142,6 @@ def test_float32_meets_the_bound(family, scope, dtype):
             assert was_projected[unbounded > kl_bound * (1 + 1e-3)].all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The gradient
 
 
@@ -233,7 +231,6 @@ def test_gradients_of_degenerate_policies_are_finite(scope, dtype):
             assert gradient.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What must not matter, and what must
 
 
@@ -357,7 +354,6 @@ def test_any_group(tokens, exponent, solver):
             assert judged >= kl_bound * (1 - 1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Nothing to project, and broken rows
 
 
@@ -399,7 +395,6 @@ def test_a_row_that_is_no_distribution_breaks_only_its_group(side, solver):
     assert gradient[fine].isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The objective
 
 
@@ -452,7 +447,6 @@ def test_a_constraint_never_takes_the_kernel_that_knows_one_token(monkeypatch):
     assert (step.multiplier[:, 0] == step.multiplier[:, 1]).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Construction and bad input
 
 

@@ -29,7 +29,6 @@ from troll.trust_region.dual import SOLVERS
 ROWS = 60
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Values against the reference: 6 families x 6 sizes x 60 rows
 
 
@@ -118,7 +117,6 @@ def test_shapes(shape, size, solver):
     assert new.grad is not None and new.grad.shape == new.shape
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Backward
 
 
@@ -199,7 +197,6 @@ def test_no_gradient_through_floored_entries():
     assert gradient[0, 2:].abs().max() <= 1e-15
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Bounds
 
 
@@ -225,7 +222,6 @@ def test_monotone_in_the_bound():
         previous, distance = projection, now
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariances
 
 
@@ -275,7 +271,6 @@ def test_any_pair(rows, exponent, solver):
             assert abs(after - kl_bound) <= 1e-9
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Broken rows and bad input
 
 

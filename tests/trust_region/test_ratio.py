@@ -47,7 +47,6 @@ def sampled_tokens(logits: Tensor) -> Tensor:
     return torch.where(which == 0, logits.argmax(-1), torch.where(which == 1, anything, smallest))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Equal policies, on one path
 
 ROWS, WIDTH, SIZE = 24, 8, 130
@@ -194,7 +193,6 @@ def test_any_policy_has_ratio_one_to_itself(row, top_k, threshold, tail, dtype, 
     assert gradient.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Equal policies, on two paths
 
 
@@ -240,7 +238,6 @@ def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dty
     assert largest > 0.001, "the paths do differ"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # DESIGN's formula, for sampled tokens of any probability
 
 LOG_PROBS = (0.0, -0.5, -5.0, -20.0, -26.0, -27.0, -28.0, -30.0, -35.0, -60.0, -100.0)
@@ -320,7 +317,6 @@ def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: referenc
     return rounding + slope * 1e-4 * 0.05
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Continuity at the bound
 
 
@@ -351,7 +347,6 @@ def test_the_ratio_is_continuous_at_the_bound(log_p, move, tail):
         assert 1.2 * first_order + 3 * rounding < 0.02 * max(1.0, abs(own)), "else nothing is said"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What was wrong
 
 
@@ -393,7 +388,6 @@ def test_the_ratio_of_an_engines_policy_is_that_of_its_logits():
     assert step.log_ratio.item() == pytest.approx(expected.log_ratio, abs=1e-8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The floor says where it sees what is not there
 
 

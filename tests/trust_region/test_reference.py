@@ -27,7 +27,6 @@ def central_differences(function, point: Array, spacing: float = 1e-5) -> Array:
     return gradient
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Slots and tails, by hand
 
 
@@ -98,7 +97,6 @@ def test_floor_outcomes_by_hand():
     assert outcomes.blocked.tolist() == [False, False, False, True]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The ratio, by hand
 
 
@@ -142,7 +140,6 @@ def test_the_ratio_is_continuous_at_the_bound(log_p, tail):
     assert outside.log_ratio == pytest.approx(inside.log_ratio, abs=1e-7)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The projection solves its optimisation problem
 
 
@@ -188,7 +185,6 @@ def test_root_meets_the_bound(family, size):
         assert row.log_probs == pytest.approx(log_q, abs=1e-8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Gradients against finite differences
 
 
@@ -285,7 +281,6 @@ def test_proximal_gradient_is_the_one_of_differences(tail, with_floor, kl_bound)
         assert step.regression_gradient == pytest.approx(differences, abs=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Identities
 
 

@@ -103,7 +103,6 @@ def assert_step(
     assert step.multiplier[b].item() == pytest.approx(expected.multiplier, rel=1e-4, abs=1e-6) or slack > 1e-6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The step
 
 
@@ -246,7 +245,6 @@ def test_float32_gradients(family, tail):
     assert_gradients(new_logits, old, rows, 0.05, tail, rtol=1e-3, atol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # From every source
 
 
@@ -308,7 +306,6 @@ def test_entropy_is_that_of_the_whole_vocabulary():
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Shapes, rows without a distribution, bad input
 
 

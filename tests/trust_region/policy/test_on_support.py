@@ -43,7 +43,6 @@ def pair_of(family: str, rows: int, size: int, **keywords: float) -> tuple[Polic
     return new, old, log_softmax(new_logits, axis=-1), log_softmax(old_logits, axis=-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Outcomes
 
 
@@ -65,7 +64,6 @@ def test_present_outcomes_leave_out_unused_slots_and_a_tail_without_mass():
     assert not present_outcomes(none, none)[:, -1].any()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # KL on common outcomes
 
 
@@ -186,7 +184,6 @@ def test_no_positions(shape):
     assert sparse_kl(policy, policy).shape == sparse_entropy(policy).shape == shape
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Entropy
 
 

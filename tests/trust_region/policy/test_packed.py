@@ -69,7 +69,6 @@ def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
     return SparsePolicy.cat([entry[None] for entry in entries])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Packing
 
 
@@ -101,7 +100,6 @@ def test_bytes_are_those_of_the_used_slots():
     assert storages == packed.nbytes  # none of the padded form's memory is kept alive
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Indexing and moves
 
 
@@ -160,7 +158,6 @@ def test_moves(policy, dtype):
     assert_packs(packed.to(torch.empty(0, dtype=policy.log_probs.dtype)), policy)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A buffer of sequences
 
 
@@ -232,7 +229,6 @@ def test_a_single_position_has_no_first_dimension():
     assert_packs(PackedPolicy.stack([single, single]), stacked([random_policy(())] * 2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Pickles
 
 
@@ -256,7 +252,6 @@ def test_a_pickle_of_a_part_holds_only_that_part(take):
         assert not torch.is_tensor(value) or value.untyped_storage().nbytes() == value.nbytes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Waits for the device
 
 

@@ -53,7 +53,6 @@ def batches(draw: st.DrawFn) -> tuple[PackedPolicy, list[int]]:
     return dataclasses.replace(policy, mass_threshold=threshold), lengths
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # There and back
 
 
@@ -152,7 +151,6 @@ def splitmix_checksum(words: list[int]) -> list[int]:
     return [half - 2**32 if half >= 2**31 else half for half in halves]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Damage
 
 
@@ -234,7 +232,6 @@ def test_nothing_to_read_is_refused():
         from_records([])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What cannot be written
 
 

@@ -45,7 +45,6 @@ def test_properties():
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Moves, views, indexing, concatenation
 
 
@@ -160,7 +159,6 @@ def test_positions_that_do_not_fit_are_refused():
             random_policy((3, 4)).check_positions(shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Every public type: files and comparison
 
 

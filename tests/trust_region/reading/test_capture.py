@@ -174,7 +174,6 @@ def test_capture_of_broken_rows_does_not_change_others(broken):
     assert policy.tail_log_prob[2:].isnan().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Of what has been read already
 
 
@@ -211,7 +210,6 @@ def test_outcomes_that_lack_the_sampled_token_are_refused():
         troll.capture(policy, torch.tensor([1, 4]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 

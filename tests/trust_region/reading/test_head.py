@@ -26,7 +26,6 @@ def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiles(monkeypatch)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Tiles
 
 
@@ -89,7 +88,6 @@ def test_a_bias_may_exclude_tokens():
     assert (old.tail_log_prob == -torch.inf).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Precision
 
 
@@ -209,7 +207,6 @@ def test_autocast_does_not_change_float64():
     assert_identical(under, troll.capture(problem.source(), problem.token_ids))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows and parameters
 
 

@@ -48,7 +48,6 @@ def assert_same_update(actual: Any, expected: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Views
 
 
@@ -117,7 +116,6 @@ def test_tiles_change_nothing(tile, monkeypatch):
     assert_same_update(update(Logits(logits, 0.7, 1.2, 9.0), ids(B, T)), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows
 
 
@@ -137,7 +135,6 @@ def test_rows_are_what_indexing_gives(tile, index, padded, monkeypatch):
         assert (gradient[rows].abs().sum(-1) > 0).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Logits that are given up
 
 
@@ -219,7 +216,6 @@ def test_a_view_of_everything_can_be_donated():
     assert Logits(logits.view(-1, V), donate=True).donate
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What does not fit
 
 
