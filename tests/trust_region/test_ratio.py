@@ -22,7 +22,6 @@ import troll
 from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, pairs, some, step_support, tensor
-from tests.trust_region.reading.sources import small_tiles
 from troll import LMHead, Logits, PackedPolicy, SparsePolicy, TrustRegionStep
 from troll.trust_region.policy import serialized
 from troll.trust_region.reading.source import LogitsSource
@@ -30,12 +29,10 @@ from troll.trust_region.reading.source import LogitsSource
 TAILS: tuple[Any, ...] = ("bucket", "floor")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-pytestmark = pytest.mark.filterwarnings("ignore:tail='floor' sees divergences:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:tail='floor' sees divergences:UserWarning"),
+    pytest.mark.usefixtures("small_tiles"),
+]
 
 
 def sampled_tokens(logits: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from tests.trust_region.cases import (
     step_support,
     tensor,
 )
-from tests.trust_region.reading.sources import KINDS, Problem, small_tiles
+from tests.trust_region.reading.sources import KINDS, Problem
 from troll import PackedPolicy, SparsePolicy, TrustRegionStep, troll_loss, trust_region_step
 from troll.trust_region.step import PULLS, TAILS
 
@@ -43,12 +43,10 @@ DIFFERENTIABLE = {
     "regression": "regression_gradient",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:tail='floor' sees divergences:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:tail='floor' sees divergences:UserWarning"),
+    pytest.mark.usefixtures("small_tiles"),
+]
 
 
 def setting(

@@ -18,14 +18,11 @@ from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, capture_rows, pairs, tensor
 from tests.trust_region.policy.policies import assert_identical
-from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, small_tiles
+from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem
 from troll import SparsePolicy
 from troll.trust_region.reading.capture import capture_with_entropy
 
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def assert_matches(policy: SparsePolicy, rows: list[reference.OldRow], atol: float = 1e-12) -> None:

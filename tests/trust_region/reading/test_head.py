@@ -15,15 +15,12 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trust_region.policy.policies import assert_identical
-from tests.trust_region.reading.sources import Largest, Problem, long_way, small_tiles, support_of
+from tests.trust_region.reading.sources import Largest, Problem, long_way, support_of
 from troll import LMHead
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading.read import read
 
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 # Tiles

@@ -15,13 +15,10 @@ import troll
 from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import array, tensor
-from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, long_way, small_tiles, support_of
+from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, long_way, support_of
 from troll.trust_region.reading.read import read
 
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def combined(problem: Problem, on_support: Tensor, tail: Tensor, entropy: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import troll
-from tests.trust_region.reading.sources import KINDS, small_tiles
+from tests.trust_region.reading.sources import KINDS
 from troll.trust_region.kernels import VARIABLE
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading.read import read
@@ -24,10 +24,7 @@ VOCABULARY, HIDDEN = 700, 16
 #: Logits up to 30, each off by a few roundings of 2⁻²⁴ of that and a tanh of 3e-7; three times as much.
 TOLERANCE = 3 * 30 * (3e-7 + 4 * 2.0**-24)
 
-
-@pytest.fixture(autouse=True)
-def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 class Problem:
