@@ -25,7 +25,7 @@ def test_curve_is_the_divergence_of_the_mixture(joint: bool) -> None:
     for tau in (0.1, 0.6, 1.0):
         mean, sigma = mixture(new, old, tau)
         mixed = Gaussian(mean if joint else old.mean, torch.linalg.cholesky(sigma))
-        torch.testing.assert_close(curve.at(torch.full((4,), tau).double()).kl, gaussian.kl(mixed, old))
+        torch.testing.assert_close(curve.at(torch.full((4,), tau, dtype=torch.float64)).kl, gaussian.kl(mixed, old))
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.tolerance import EPS
 from tests.trust_region import reference
 from tests.trust_region.cases import (
     FAMILIES,
@@ -99,7 +100,8 @@ def test_float32_meets_the_bound(family, size, dtype):
     assert (np.abs(after - kl_bound) <= 1e-3 * kl_bound)[was_projected].all()
     assert was_projected[before > kl_bound * (1 + 1e-3)].all()
     total = torch.logsumexp(projection.log_probs.double(), -1)
-    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-6)
+    # Some roundings of a normaliser of up to log 150, which all log-probabilities have in common.
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=4 * EPS * math.log(150))
     np.testing.assert_allclose(array(projection.kl_after), after, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(array(projection.kl_before), before, rtol=1e-4, atol=1e-6)
 

@@ -278,7 +278,7 @@ def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path, dtyp
     for move, others in moves(log_p):
         old_row, new_row = (row.astype(np.float32).astype(np.float64) for row in at(log_p, move, others))
         row = reference.capture(old_row, 0, 6, 0.0)
-        assert row.log_prob == pytest.approx(log_p, abs=1e-5)
+        assert row.log_prob == pytest.approx(log_p, abs=1e-4)  # its logits are rounded to float32
         expected = reference.step(new_row, row, kl_bound, "bucket")
         old = troll.capture(tensor(old_row[None], dtype), torch.tensor([0]), mass_threshold=0.0)
         leaf = tensor(new_row[None], dtype).requires_grad_()
