@@ -93,6 +93,20 @@ def covariance(policy: AnyPolicy) -> Tensor:
     return root @ root.mT
 
 
+def triangle(kind: type, d: int) -> Tensor:
+    """Ones where the factor, or the scale, has parameters."""
+    ones = torch.ones(d, d, dtype=torch.float64).tril()
+    return ones if kind is Gaussian else ones.diagonal()
+
+
+def mixture(new: AnyPolicy, old: AnyPolicy, tau: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the normalised p^(1 − τ) p̃^τ; τ is a number or (..., 1, 1)."""
+    inverse, old_inverse = covariance(new).inverse(), covariance(old).inverse()
+    precision = (1 - tau) * old_inverse + tau * inverse
+    natural = (1 - tau) * old_inverse @ old.mean.unsqueeze(-1) + tau * inverse @ new.mean.unsqueeze(-1)
+    return torch.linalg.solve(precision, natural).squeeze(-1), precision.inverse()
+
+
 def diagonal_as_full(policy: DiagonalGaussian) -> Gaussian:
     return Gaussian(policy.mean, torch.diag_embed(policy.scale))
 

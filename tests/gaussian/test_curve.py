@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gaussian.pairs import covariance, policies
+from tests.gaussian.pairs import mixture, policies
 from troll import gaussian
 from troll.gaussian import Gaussian
 from troll.gaussian.curve import GaussianCurve, root
@@ -23,12 +23,9 @@ def test_curve_is_the_divergence_of_the_mixture(joint: bool) -> None:
     new, old = policies(Gaussian, (4,), 3)
     curve = curve_of(new, old, joint)
     for tau in (0.1, 0.6, 1.0):
-        precision = (1 - tau) * covariance(old).inverse() + tau * covariance(new).inverse()
-        natural = (1 - tau) * covariance(old).inverse() @ old.mean.unsqueeze(-1)
-        natural = natural + tau * covariance(new).inverse() @ new.mean.unsqueeze(-1)
-        mean = torch.linalg.solve(precision, natural).squeeze(-1) if joint else old.mean
-        mixture = Gaussian(mean, torch.linalg.cholesky(precision.inverse()))
-        torch.testing.assert_close(curve.at(torch.full((4,), tau).double()).kl, gaussian.kl(mixture, old))
+        mean, sigma = mixture(new, old, tau)
+        mixed = Gaussian(mean if joint else old.mean, torch.linalg.cholesky(sigma))
+        torch.testing.assert_close(curve.at(torch.full((4,), tau, dtype=torch.float64)).kl, gaussian.kl(mixed, old))
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import kl_divergence
 
-from tests.gaussian.pairs import exact_distances, pair, policies, spread, with_gradient
+from tests.gaussian.pairs import exact_distances, pair, policies, spread, triangle, with_gradient
 from troll import gaussian
 from troll.gaussian import DiagonalGaussian, Gaussian
 from troll.gaussian.divergence import excess
@@ -23,12 +23,10 @@ def test_kl_is_that_of_torch(kind: type) -> None:
 @pytest.mark.parametrize("kind", [Gaussian, DiagonalGaussian])
 def test_kl_gradient_agrees_with_finite_differences(kind: type) -> None:
     new, old = policies(kind, (2,), 3)
-    triangle = torch.ones(3, 3).tril().double() if kind is Gaussian else torch.ones(3).double()
+    ones = triangle(kind, 3)
     leaf, other = with_gradient(new), with_gradient(old)
     inputs = (leaf.mean, spread(leaf), other.mean, spread(other))
-    assert torch.autograd.gradcheck(
-        lambda m, s, n, t: gaussian.kl(kind(m, s * triangle), kind(n, t * triangle)), inputs
-    )
+    assert torch.autograd.gradcheck(lambda m, s, n, t: gaussian.kl(kind(m, s * ones), kind(n, t * ones)), inputs)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-9])

@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal
 
 import troll
-from tests.gaussian.pairs import policies, spread, with_gradient
+from tests.gaussian.pairs import policies, spread, triangle, with_gradient
 from troll import gaussian
 from troll.gaussian import DiagonalGaussian, Gaussian
 
@@ -32,10 +32,9 @@ def test_entropy_is_raised_to_its_minimum_and_no_farther(kind: type) -> None:
 @every_kind
 def test_entropy_gradient_agrees_with_finite_differences(kind: type) -> None:
     policy = with_gradient(policies(kind, (2,), 3)[0])
-    triangle = torch.ones(3, 3).tril().double() if kind is Gaussian else torch.ones(3).double()
 
     def raised(root: torch.Tensor) -> torch.Tensor:
-        return spread(gaussian.project_entropy(kind(policy.mean, root * triangle), 10.0))
+        return spread(gaussian.project_entropy(kind(policy.mean, root * triangle(kind, 3)), 10.0))
 
     assert torch.autograd.gradcheck(raised, spread(policy))
 

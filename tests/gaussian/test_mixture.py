@@ -10,7 +10,7 @@ from torch import Tensor
 
 import troll
 from benchmarks.gaussian import bound_errors
-from tests.gaussian.pairs import FAMILIES, covariance, pair, policies, with_gradient
+from tests.gaussian.pairs import FAMILIES, covariance, mixture, pair, policies, with_gradient
 from troll import gaussian
 from troll.gaussian import DiagonalGaussian, Gaussian
 
@@ -93,11 +93,9 @@ def test_joint_projection_is_the_geometric_mixture(kind: type) -> None:
     new, old = policies(kind, (5,), 3)
     projection = gaussian.project_joint_kl(new, old, 0.05)
     tau = (1 / (1 + projection.mean_multiplier)).unsqueeze(-1).unsqueeze(-1)
-    precision = (1 - tau) * covariance(old).inverse() + tau * covariance(new).inverse()
-    natural = (1 - tau) * covariance(old).inverse() @ old.mean.unsqueeze(-1)
-    natural = natural + tau * covariance(new).inverse() @ new.mean.unsqueeze(-1)
-    torch.testing.assert_close(covariance(projection.policy), precision.inverse())
-    torch.testing.assert_close(projection.policy.mean, torch.linalg.solve(precision, natural).squeeze(-1))
+    mean, sigma = mixture(new, old, tau)
+    torch.testing.assert_close(covariance(projection.policy), sigma)
+    torch.testing.assert_close(projection.policy.mean, mean)
 
 
 @pytest.mark.parametrize(("mean", "scale"), [(0.8, 1.0), (0.0, 0.8), (-0.5, 1.3)])
@@ -144,12 +142,9 @@ def test_gradient_has_no_part_along_the_mixture() -> None:
     """Moving the new policy along the mixture does not change the projection: its derivative that way is 0."""
     new, old = policies(Gaussian, (), 4)
 
-    def along(tau: Tensor) -> Gaussian:
-        precision = (1 - tau) * covariance(old).inverse() + tau * covariance(new).inverse()
-        return Gaussian(new.mean, torch.linalg.cholesky(precision.inverse()))
-
     tau = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    factor = gaussian.project_kl(along(tau), old, torch.inf, 0.02).policy.factor
+    along = Gaussian(new.mean, torch.linalg.cholesky(mixture(new, old, tau)[1]))
+    factor = gaussian.project_kl(along, old, torch.inf, 0.02).policy.factor
     weights = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (grad,) = torch.autograd.grad((factor * weights).sum(), tau)
     assert abs(grad) < 1e-10

@@ -112,6 +112,13 @@ def true_kl(log_q: Array, old_logits: Array) -> Array:
     )
 
 
+def kl_of_logits(new_logits: Array, old_logits: Array) -> Array:
+    """KL(p̃ ‖ p) of the floored policies, row by row."""
+    rows = zip(new_logits, old_logits, strict=True)
+    outcomes = [reference.dense_outcomes(*row) for row in rows]
+    return np.asarray([reference.kl_divergence(each.log_new, each.log_old) for each in outcomes])
+
+
 def root_tolerance(row: reference.ProjectedRow, kl_error: float = 1e-9) -> Array:
     """How far each log q may be off, to first order, when KL(q ‖ p) is off by `kl_error`.
 

@@ -19,7 +19,6 @@ FLOOR = 1e-12
 Array = np.ndarray
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Small pieces
 
 
@@ -62,7 +61,6 @@ def floored(log_probs: Array) -> Array:
     return np.log(probs) - math.log(np.sum(probs))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The old policy: slots and tail
 
 
@@ -147,7 +145,6 @@ def on_support(logits: Array, ids: Sequence[int]) -> tuple[Array, float]:
     return log_probs[list(ids)], log_sum_exp(log_probs[complement(len(log_probs), ids)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The outcomes that both policies are compared on
 
 
@@ -217,7 +214,6 @@ def outcomes_of(new_logits: Array, old: OldRow, tail: str) -> Outcomes:
     return bucket_outcomes(new_logits, old) if tail == "bucket" else floor_outcomes(new_logits, old)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The projection
 
 
@@ -296,7 +292,6 @@ def moments(log_q: Array, s: Array) -> tuple[float, float]:
     return mean, float(np.sum(q * (s - mean) ** 2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Gradients
 
 
@@ -340,7 +335,6 @@ def to_logits(new_logits: Array, tokens: list[list[int]], gradient: Array) -> Ar
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Products: the per-token step, and the projection of a whole distribution
 
 
@@ -464,7 +458,6 @@ def project(new_logits: Array, old: Array | OldRow, kl_bound: float) -> Projecte
     return ProjectedRow(result, solution, outcomes, new_logits)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The objective
 
 

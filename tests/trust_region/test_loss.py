@@ -95,21 +95,6 @@ def test_the_loss_of_micro_batches_adds_up():
         assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
-def test_defaults_are_those_of_the_design():
-    step, advantages = random_step(), draw_advantages()
-    spelled_out, _ = troll_loss(
-        step,
-        advantages,
-        MASK,
-        regression_weight=1.0,
-        ratio_level="token",
-        aggregation="sequence_mean",
-        max_length=None,
-        num_tokens=None,
-    )
-    assert torch.equal(troll_loss(step, advantages, MASK)[0], spelled_out)
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("ratio_level", LEVELS)
 def test_gradient_of_the_loss(ratio_level, aggregation):
@@ -158,9 +143,8 @@ def test_masked_positions_do_not_leak(ratio_level, aggregation, per_token, garba
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.float32])
 def test_masks_of_any_type(dtype):
     step, advantages = random_step(), draw_advantages()
-    expected, _ = troll_loss(step, advantages, MASK)
-    loss, _ = troll_loss(step, advantages, MASK.to(dtype))
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss, metrics = troll_loss(step, advantages, MASK)
+    assert troll_loss(step, advantages, MASK.to(dtype)) == (loss, metrics)
 
 
 def test_the_metrics_are_those_of_the_step():
@@ -177,7 +161,7 @@ def test_nothing_but_masked_tokens(aggregation):
     loss, metrics = troll_loss(step, draw_advantages(), MASK & False, **settings_of(aggregation))
     assert loss.item() == 0.0
     loss.backward()
-    assert all(value.isfinite() for value in metrics.values())
+    assert all(value.item() == 0 for value in metrics.values())
     assert step.log_ratio.grad is not None and not step.log_ratio.grad.any()
 
 
@@ -211,15 +195,14 @@ def test_a_batch_of_no_sequences_has_loss_zero(aggregation):
         ("mask must be (4, 5) like the step, got (4, 4)", {"mask": torch.ones(4, 4, dtype=torch.bool)}),
         ("regression_weight must be at least 0, got -0.1", {"regression_weight": -0.1}),
         ("regression_weight must be at least 0, got nan", {"regression_weight": math.nan}),
+        (
+            "step must hold (B, T) tokens, got (5)",
+            {"step": some(random_step(), 0), "advantages": torch.zeros(5), "mask": MASK[0]},
+        ),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_does_not_fit_is_named(message, change):
     arguments = {"step": random_step(), "advantages": torch.zeros(4), "mask": MASK, "aggregation": "token_mean"}
     with pytest.raises(ValueError, match=re.escape(message)):
         troll_loss(**(arguments | change))
-
-
-def test_a_step_of_no_batch_is_refused():
-    with pytest.raises(ValueError, match=re.escape("step must hold (B, T) tokens, got (5)")):
-        troll_loss(some(random_step(), 0), torch.zeros(5), MASK[0])

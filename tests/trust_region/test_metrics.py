@@ -94,12 +94,6 @@ def test_step_tally_reads_only_the_mask(garbage):
         assert metrics[name].item() == pytest.approx(number.item(), rel=1e-12), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.float32])
-def test_masks_of_any_type(dtype):
-    expected = metrics_of(random_step(), MASK)
-    assert metrics_of(random_step(), MASK.to(dtype)) == expected
-
-
 def test_step_tally_adds_up_over_micro_batches():
     step = random_step()
     first, second = (step_tally(some(step, rows), MASK[rows]) for rows in (slice(0, 1), slice(1, 4)))
@@ -115,12 +109,6 @@ def test_without_a_projected_token():
     metrics = metrics_of(dataclasses.replace(step, projected=nothing.bool(), multiplier=nothing), MASK)
     assert metrics["multiplier"].item() == 0.0
     assert metrics["projected_fraction"].item() == 0.0
-
-
-@pytest.mark.parametrize("rows", [0, 4])
-def test_without_a_token(rows):
-    metrics = metrics_of(some(random_step(), slice(rows)), torch.zeros(rows, 5))
-    assert len(metrics) == 8 and all(value.item() == 0 for value in metrics.values())
 
 
 def test_tokens_that_are_no_distribution_are_counted_and_left_out():
@@ -145,6 +133,7 @@ def test_tokens_that_are_no_distribution_are_counted_and_left_out():
 def test_support_tally_agrees_with_coverage():
     logits = tensor(pairs("peaked", 24, 33)[0], torch.float32).view(4, 6, 33)
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.6
+    logits[~mask] = math.nan
     old = troll.capture(logits, torch.zeros(4, 6, dtype=torch.int64), top_k=5, mass_threshold=1e-3)
     totals = support_tally(old, mask).totals
     assert all(total.shape == (2,) and total.dtype == torch.float32 for total in totals.values())
@@ -153,11 +142,3 @@ def test_support_tally_agrees_with_coverage():
     # 1 less a mean of 1 − tail, each with an error of 2^-24: of sums of 24 at most.
     assert means["tail_mass"] == pytest.approx(1 - found["covered_mass"], abs=24 * 2**-23)
     assert_same_numbers(numbers(support_tally(old[:1], mask[:1]) + support_tally(old[1:], mask[1:])), means)
-
-
-def test_support_tally_ignores_tokens_outside_the_mask():
-    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(1))
-    mask, tokens = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.zeros(2, 3, dtype=torch.int64)
-    expected = numbers(support_tally(troll.capture(logits, tokens, top_k=4), mask))
-    logits[mask == 0] = math.nan
-    assert numbers(support_tally(troll.capture(logits, tokens, top_k=4), mask)) == expected

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.tolerance import EPS
 from tests.trust_region import reference
 from tests.trust_region.cases import (
     FAMILIES,
@@ -17,6 +18,7 @@ from tests.trust_region.cases import (
     array,
     assert_log_probs,
     bounds,
+    kl_of_logits,
     pairs,
     random_logits,
     tensor,
@@ -28,7 +30,6 @@ from troll.trust_region.dual import SOLVERS
 ROWS = 60
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Values against the reference: 6 families x 6 sizes x 60 rows
 
 
@@ -37,6 +38,7 @@ ROWS = 60
 def test_float64_agrees_with_scipy(family, size):
     old, new = pairs(family, ROWS, size)
     kl_bound = bounds(ROWS)
+    kl_bound[::7] = np.inf
     projection = project(tensor(new), tensor(old), kl_bound=tensor(kl_bound))
     expected = [reference.project(n, o, e) for o, n, e in zip(old, new, kl_bound, strict=True)]
     assert isinstance(projection, Projection)
@@ -65,10 +67,9 @@ def test_float64_agrees_with_scipy(family, size):
             assert projection.multiplier[b].item() == 0.0
 
 
-@pytest.mark.parametrize("size", [5_000, 50_000])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_large_vocabularies(family, size):
-    old, new = pairs(family, 2, size)
+def test_large_vocabularies(family):
+    old, new = pairs(family, 2, 50_000)
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3 * 0.05)):
         projection = project(tensor(new, dtype), tensor(old, dtype), kl_bound=0.05)
         for b in range(2):
@@ -92,83 +93,32 @@ def test_float32_meets_the_bound(family, size, dtype):
     assert projection.log_probs.dtype == projection.kl_after.dtype == torch.float32
     kl_bound = array(tensor(kl_bound, torch.float32))
 
-    before = np.array(
-        [
-            reference.kl_divergence(outcomes.log_new, outcomes.log_old)
-            for outcomes in map(reference.dense_outcomes, array(new), array(old))
-        ]
-    )
+    before = kl_of_logits(array(new), array(old))
     was_projected = array(projection.projected)
     after = np.where(was_projected, true_kl(array(projection.log_probs), array(old)), before)
     assert (after <= kl_bound * (1 + 1e-3)).all()
     assert (np.abs(after - kl_bound) <= 1e-3 * kl_bound)[was_projected].all()
     assert was_projected[before > kl_bound * (1 + 1e-3)].all()
+    total = torch.logsumexp(projection.log_probs.double(), -1)
+    # Some roundings of a normaliser of up to log 150, which all log-probabilities have in common.
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=4 * EPS * math.log(150))
     np.testing.assert_allclose(array(projection.kl_after), after, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(array(projection.kl_before), before, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_log_probs_are_normalised(dtype):
-    for family in FAMILIES:
-        old, new = (tensor(x, dtype) for x in pairs(family, 40, 30))
-        total = torch.logsumexp(project(new, old, kl_bound=0.02).log_probs.double(), -1)
-        torch.testing.assert_close(
-            total, torch.zeros_like(total), rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12
-        )
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_inside_the_ball_nothing_changes(solver):
-    old = random_logits(20, 9)
-    new = (old + 0.01 * random_logits(20, 9, seed=1)).requires_grad_()
-    projection = project(new, old, kl_bound=0.05, solver=solver)
-    assert not projection.projected.any()
-    assert torch.equal(projection.multiplier, torch.zeros(20, dtype=torch.float64))
-    assert torch.equal(projection.kl_after, projection.kl_before)
-    assert not projection.iterations.any()
-    torch.testing.assert_close(projection.log_probs, torch.log_softmax(new, -1), rtol=0, atol=1e-14)
-    weight = random_logits(20, 9, seed=2)
-    (ours,) = torch.autograd.grad((weight * projection.log_probs).sum(), new)
-    (plain,) = torch.autograd.grad((weight * torch.log_softmax(new, -1)).sum(), new)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13)
-
-
-def test_an_unprojected_row_keeps_its_raw_log_probs_below_the_floor():
-    new = torch.tensor([[0.0, -40.0, -math.inf]], dtype=torch.float64)
-    projection = project(new, new, kl_bound=0.05)
-    assert projection.kl_before.item() == 0.0
-    torch.testing.assert_close(projection.log_probs, torch.log_softmax(new, -1), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,), (2, 0), (0, 3)])
 @pytest.mark.parametrize("size", [1, 5])
-def test_shapes(shape, size):
-    projection = project(random_logits(*shape, size), random_logits(*shape, size, seed=1), kl_bound=0.05)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_shapes(shape, size, solver):
+    new = random_logits(*shape, size).requires_grad_()
+    projection = project(new, random_logits(*shape, size, seed=1), kl_bound=0.05, solver=solver)
     assert projection.log_probs.shape == (*shape, size)
     for name in ("multiplier", "kl_before", "kl_after", "projected", "iterations"):
         assert getattr(projection, name).shape == shape, name
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_empty_batches(shape, solver):
-    new = torch.zeros(*shape, 7, requires_grad=True)
-    projection = project(new, torch.zeros(*shape, 7), kl_bound=0.05, solver=solver)
-    assert projection.log_probs.shape == (*shape, 7)
-    assert projection.kl_before.shape == shape
     projection.log_probs.sum().backward()
     assert new.grad is not None and new.grad.shape == new.shape
 
 
-def test_disjoint_supports_stay_feasible():
-    old = torch.tensor([[0.0, -math.inf], [0.0, -math.inf]])
-    new = torch.tensor([[-math.inf, 0.0], [0.0, 0.0]])
-    projection = project(new, old, kl_bound=0.05)
-    assert projection.projected.all()
-    np.testing.assert_allclose(true_kl(array(projection.log_probs), array(old)), [0.05, 0.05], rtol=1e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Backward
 
 
@@ -230,16 +180,6 @@ def test_gradcheck(size, solver):
     assert torch.autograd.gradcheck(log_probs, new, eps=1e-5, atol=1e-6, rtol=1e-5)
 
 
-def test_two_outcomes_have_no_gradient():
-    old = random_logits(50, 2, seed=12)
-    new = (old + 2 * random_logits(50, 2, seed=13)).requires_grad_()
-    projection = project(new, old, kl_bound=1e-2)
-    assert projection.projected.sum() >= 30
-    (gradient,) = torch.autograd.grad((projection.log_probs * random_logits(50, 2, seed=14)).sum(), new)
-    assert gradient[projection.projected].abs().max() <= 1e-9
-    assert (gradient[~projection.projected].abs().amax(-1) > 1e-6).all()
-
-
 def test_the_old_policy_and_the_diagnostics_carry_no_gradient():
     new, old = random_logits(4, 6).requires_grad_(), random_logits(4, 6, seed=1).requires_grad_()
     projection = project(new, old, kl_bound=0.05)
@@ -259,7 +199,6 @@ def test_no_gradient_through_floored_entries():
     assert gradient[0, 2:].abs().max() <= 1e-15
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Bounds
 
 
@@ -285,7 +224,6 @@ def test_monotone_in_the_bound():
         previous, distance = projection, now
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariances
 
 
@@ -308,19 +246,6 @@ def test_idempotent():
         twice = project(once.log_probs, old, kl_bound=0.05)
         torch.testing.assert_close(twice.log_probs.exp(), once.log_probs.exp(), rtol=0, atol=1e-7)
         assert twice.multiplier.max() <= 1e-5
-
-
-def test_the_rows_of_a_batch_do_not_touch_each_other():
-    """Each has a bound of its own."""
-    old, new = (np.concatenate(x) for x in zip(*(pairs(f, 6, 9, seed=5) for f in FAMILIES), strict=True))
-    kl_bound = bounds(len(old))
-    kl_bound[::7] = math.inf
-    together = project(tensor(new), tensor(old), kl_bound=tensor(kl_bound))
-    assert not together.projected[::7].any()
-    for b in range(len(old)):
-        alone = project(tensor(new[b : b + 1]), tensor(old[b : b + 1]), kl_bound=float(kl_bound[b]))
-        torch.testing.assert_close(alone.log_probs[0], together.log_probs[b], rtol=0, atol=1e-12)
-        assert alone.iterations[0] == together.iterations[b]
 
 
 LOGITS = st.lists(
@@ -348,7 +273,6 @@ def test_any_pair(rows, exponent, solver):
             assert abs(after - kl_bound) <= 1e-9
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Broken rows and bad input
 
 

@@ -27,7 +27,6 @@ def central_differences(function, point: Array, spacing: float = 1e-5) -> Array:
     return gradient
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Slots and tails, by hand
 
 
@@ -98,7 +97,6 @@ def test_floor_outcomes_by_hand():
     assert outcomes.blocked.tolist() == [False, False, False, True]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The ratio, by hand
 
 
@@ -142,7 +140,6 @@ def test_the_ratio_is_continuous_at_the_bound(log_p, tail):
     assert outside.log_ratio == pytest.approx(inside.log_ratio, abs=1e-7)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The projection solves its optimisation problem
 
 
@@ -188,7 +185,6 @@ def test_root_meets_the_bound(family, size):
         assert row.log_probs == pytest.approx(log_q, abs=1e-8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Gradients against finite differences
 
 
@@ -265,24 +261,6 @@ def test_step_gradients(tail, with_floor, kl_bound):
     assert below >= 6 if with_floor else below == 0
 
 
-@pytest.mark.parametrize("below", ["new", "old", "both"])
-@pytest.mark.parametrize("projected", [True, False])
-def test_a_sampled_token_below_the_floor_keeps_its_own_gradient(projected, below):
-    """Of "bucket": its raw logit receives τ, which the floored entry alone would not."""
-    old_row = np.array([0.0, -1.0, 0.5, -60.0 if below != "new" else -4.0])
-    new_row = np.array([0.3, -0.2, -0.5, -62.0 if below != "old" else -4.0])
-    old = reference.capture(old_row, 3, 4, 0.0)
-    kl_bound = 0.01 if projected else math.inf
-    step = reference.step(new_row, old, kl_bound, "bucket")
-    tau = 1 / (1 + step.multiplier)
-    assert step.projected == projected
-    # Its entry of q is at most 1e-12 here, so that τ is all there is.
-    if below != "old":
-        assert step.log_ratio_gradient[3] == pytest.approx(tau, abs=1e-6)
-    differences = central_differences(lambda z: reference.step(z, old, kl_bound, "bucket").log_ratio, new_row)
-    assert step.log_ratio_gradient == pytest.approx(differences, abs=1e-6)
-
-
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("with_floor", [False, True])
 @pytest.mark.parametrize("kl_bound", [0.05, math.inf])
@@ -303,20 +281,6 @@ def test_proximal_gradient_is_the_one_of_differences(tail, with_floor, kl_bound)
         assert step.regression_gradient == pytest.approx(differences, abs=1e-6)
 
 
-def test_regression_gradient_is_the_formula_of_the_design():
-    """p̃ (log p̃ − log q + 1) and p̃ (log p̃ − log q − KL) differ by a multiple of p̃, which a softmax cannot see."""
-    old_row, new_row = (row[0] for row in pairs("flat", 1, 6))
-    row = reference.project(new_row, old_row, 0.01)
-    new = np.exp(row.outcomes.log_new)
-    plain = new * (row.outcomes.log_new - row.solution.log_q + 1)
-    assert row.solution.projected
-    assert reference.to_logits(new_row, row.outcomes.tokens, plain) == pytest.approx(
-        reference.to_logits(new_row, row.outcomes.tokens, reference.regression_gradient(row.outcomes, row.solution)),
-        abs=1e-14,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Identities
 
 

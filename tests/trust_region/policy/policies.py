@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import pickle
@@ -71,7 +72,18 @@ def random_policy(
     return troll.capture(logits, token_ids, top_k=top_k, mass_threshold=mass_threshold)
 
 
-def padded(counts: torch.Tensor, top_k: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> SparsePolicy:
+#: Captures that cannot be joined with `random_policy()`, by what they do not share with it.
+OTHER_CAPTURES = [
+    ("mass_threshold", random_policy(mass_threshold=0.5)),
+    ("vocab_size", random_policy(size=41)),
+    ("top_k", random_policy(top_k=9)),
+    ("truncated", dataclasses.replace(random_policy(), truncated=True)),
+]
+
+
+def padded(
+    counts: torch.Tensor, top_k: int, *, dtype: torch.dtype = torch.float32, truncated: bool = False, seed: int = 0
+) -> SparsePolicy:
     """A policy with so many used slots at each position, its values random, with some NaN, −inf and −0 among them."""
     generator = torch.Generator().manual_seed(seed)
     slots = (*counts.shape, top_k)
@@ -90,6 +102,7 @@ def padded(counts: torch.Tensor, top_k: int, *, dtype: torch.dtype = torch.float
         torch.randint(2**31 - 1, counts.shape, generator=generator) % counts.clamp(min=1),
         vocab_size=2**31 - 1,
         mass_threshold=1e-3,
+        truncated=truncated,
     )
 
 
@@ -108,7 +121,7 @@ def by_torch(value: Any) -> Any:
 def assert_identical(a: SparsePolicy, b: SparsePolicy) -> None:
     """Bit for bit, NaN and −inf included."""
     assert (a.shape, a.top_k) == (b.shape, b.top_k)
-    assert (a.vocab_size, a.mass_threshold) == (b.vocab_size, b.mass_threshold)
+    assert (a.vocab_size, a.mass_threshold, a.truncated) == (b.vocab_size, b.mass_threshold, b.truncated)
     for name in FIELDS:
         left, right = getattr(a, name), getattr(b, name)
         assert left.dtype == right.dtype and left.shape == right.shape, name

@@ -16,6 +16,7 @@ from hypothesis.extra.numpy import array_shapes, basic_indices
 import troll
 from tests.trust_region.policy.policies import (
     FIELDS,
+    OTHER_CAPTURES,
     assert_identical,
     by_pickle,
     by_torch,
@@ -36,7 +37,8 @@ def policies(draw: st.DrawFn, min_dims: int = 0) -> SparsePolicy:
     seed = draw(st.integers(0, 2**16))
     low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (1, 1), (0, 1)]))
     counts = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
-    return padded(counts, top_k, dtype=draw(st.sampled_from([torch.float32, torch.float64])), seed=seed)
+    dtype, truncated = draw(st.sampled_from([torch.float32, torch.float64])), draw(st.booleans())
+    return padded(counts, top_k, dtype=dtype, truncated=truncated, seed=seed)
 
 
 def backwards(index: Any) -> bool:
@@ -67,7 +69,6 @@ def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
     return SparsePolicy.cat([entry[None] for entry in entries])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Packing
 
 
@@ -99,7 +100,6 @@ def test_bytes_are_those_of_the_used_slots():
     assert storages == packed.nbytes  # none of the padded form's memory is kept alive
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Indexing and moves
 
 
@@ -158,7 +158,6 @@ def test_moves(policy, dtype):
     assert_packs(packed.to(torch.empty(0, dtype=policy.log_probs.dtype)), policy)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A buffer of sequences
 
 
@@ -197,9 +196,7 @@ def test_cat_undoes_slicing(policy, data):
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("mass_threshold", random_policy(mass_threshold=0.5)),
-        ("vocab_size", random_policy(size=41)),
-        ("top_k", random_policy(top_k=9)),
+        *OTHER_CAPTURES,
         ("dtype", random_policy(dtype=torch.float64)),
         ("shape", random_policy((3, 5))),
     ],
@@ -232,7 +229,6 @@ def test_a_single_position_has_no_first_dimension():
     assert_packs(PackedPolicy.stack([single, single]), stacked([random_policy(())] * 2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Pickles
 
 
@@ -256,7 +252,6 @@ def test_a_pickle_of_a_part_holds_only_that_part(take):
         assert not torch.is_tensor(value) or value.untyped_storage().nbytes() == value.nbytes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Waits for the device
 
 
@@ -288,18 +283,3 @@ def test_views_wait_once(take):
     with waits() as names:
         take(packed)
     assert names == ["tolist"]
-
-
-def test_what_waits_is_seen():
-    """The other tests here would notice."""
-    values, mask, repeats = torch.arange(3.0), torch.tensor([True, False, True]), torch.tensor([1, 0, 2])
-    with waits() as names:
-        _ = values[mask]
-        values[mask] = torch.zeros(2)
-        values.repeat_interleave(repeats)
-        values.sum().item()
-        mask.nonzero()
-        bool(mask.all())
-        values.tolist()
-        values.repeat_interleave(repeats, output_size=3)
-    assert len(names) == 7

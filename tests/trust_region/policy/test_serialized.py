@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trust_region.policy.policies import (
+    OTHER_CAPTURES,
     assert_identical,
     by_pickle,
     by_torch,
@@ -31,8 +32,8 @@ def captured(lengths: tuple[int, ...] = LENGTHS, **keywords: Any) -> PackedPolic
     return PackedPolicy.of(random_policy((sum(lengths),), **keywords))
 
 
-def records(**keywords: Any) -> list[torch.Tensor]:
-    return to_records(captured(**keywords), LENGTHS)
+def records() -> list[torch.Tensor]:
+    return to_records(captured(), LENGTHS)
 
 
 def assert_same(a: PackedPolicy, b: PackedPolicy) -> None:
@@ -47,12 +48,11 @@ def batches(draw: st.DrawFn) -> tuple[PackedPolicy, list[int]]:
     top_k, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**16))
     low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (0, 1)]))
     counts = torch.randint(low, high + 1, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    policy = PackedPolicy.of(padded(counts, top_k, seed=seed))
+    policy = PackedPolicy.of(padded(counts, top_k, truncated=draw(st.booleans()), seed=seed))
     threshold = draw(st.floats(0, 1, exclude_max=True))
     return dataclasses.replace(policy, mass_threshold=threshold), lengths
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # There and back
 
 
@@ -151,7 +151,6 @@ def splitmix_checksum(words: list[int]) -> list[int]:
     return [half - 2**32 if half >= 2**31 else half for half in halves]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Damage
 
 
@@ -220,17 +219,11 @@ def test_another_layout_is_refused():
         from_records([record])
 
 
-@pytest.mark.parametrize(
-    ("name", "keywords"),
-    [
-        ("mass_threshold", {"mass_threshold": 0.5}),
-        ("vocab_size", {"size": 41}),
-        ("top_k", {"top_k": 9}),
-    ],
-)
-def test_records_of_two_captures_are_refused(name, keywords):
+@pytest.mark.parametrize(("name", "other"), OTHER_CAPTURES)
+def test_records_of_two_captures_are_refused(name, other):
+    others = to_records(PackedPolicy.of(other.view((12,))), [12])
     with pytest.raises(ValueError, match=f"records must share one {name}, got .+, .+") as refused:
-        from_records([*records(), *records(**keywords)])
+        from_records([*records(), *others])
     assert not isinstance(refused.value, CorruptPolicy)
 
 
@@ -239,7 +232,6 @@ def test_nothing_to_read_is_refused():
         from_records([])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What cannot be written
 
 

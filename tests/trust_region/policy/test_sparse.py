@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 import troll
-from tests.trust_region.policy.policies import FIELDS, assert_identical, by_pickle, by_torch, random_policy
+from tests.trust_region.bound_kinds import OPTIONS
+from tests.trust_region.policy.policies import (
+    FIELDS,
+    OTHER_CAPTURES,
+    assert_identical,
+    by_pickle,
+    by_torch,
+    random_policy,
+)
 from troll import PackedPolicy, SparsePolicy
-from troll.trust_region.bounds import BOUNDS
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a policy says of itself
 
 #: Three positions of K = 3 slots over a vocabulary of 9.
 HAND_MADE = SparsePolicy(
@@ -41,7 +45,6 @@ def test_properties():
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Moves, views, indexing, concatenation
 
 
@@ -72,13 +75,6 @@ def test_views(shape):
     assert_identical(viewed.view((3, 4)), policy)
 
 
-def test_a_single_position_in_other_shapes():
-    single = random_policy(())
-    assert_identical(single.view((1, 1)).view(()), single)
-    assert_identical(single[None][0], single)
-    assert single[None].shape == (1,)
-
-
 def test_a_view_of_another_number_of_positions_is_an_error():
     with pytest.raises(RuntimeError):
         random_policy((3, 4)).view((3, 5))
@@ -105,6 +101,7 @@ def test_indexing_is_along_the_batch(index):
     part = policy[index]
     rows = torch.arange(12).view(3, 4)[index]
     assert part.shape == rows.shape
+    assert_identical(part[None][0], part)
     for name in FIELDS:
         tensor = getattr(policy, name)
         assert torch.equal(getattr(part, name), tensor.view(12, *tensor.shape[2:])[rows]), name
@@ -126,14 +123,7 @@ def test_cat_undoes_splitting(dim):
     assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("mass_threshold", random_policy(mass_threshold=0.5)),
-        ("vocab_size", random_policy(size=41)),
-        ("top_k", random_policy(top_k=9)),
-    ],
-)
+@pytest.mark.parametrize(("name", "other"), OTHER_CAPTURES)
 def test_cat_refuses_policies_captured_differently(name, other):
     with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
         SparsePolicy.cat([random_policy(), other])
@@ -162,10 +152,6 @@ def test_no_positions(shape):
     assert_identical(SparsePolicy.cat([policy, policy]), random_policy((2 * shape[0], *shape[1:])))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-
-
 def test_positions_that_do_not_fit_are_refused():
     random_policy((3, 4)).check_positions((3, 4))
     for shape in ((3, 5), (12,), (4, 3), ()):
@@ -173,7 +159,6 @@ def test_positions_that_do_not_fit_are_refused():
             random_policy((3, 4)).check_positions(shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Every public type: files and comparison
 
 
@@ -201,25 +186,15 @@ def public_values() -> dict[str, Any]:
 
 VALUES = public_values()
 
-BOUND_OPTIONS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "linear": {"end": 0.01, "steps": 100},
-    "cosine": {"end": 0.01, "steps": 100},
-    "by_age": {"end": 0.01, "steps": 100},
-    "hold_projected_fraction": {"target": 0.05},
-    "hold_kl": {"target": 1e-3},
-}
-
 #: What holds numbers only.
 PLAIN = [
     troll.bounds.BoundStatistics(projected_fraction=0.25, kl=1e-3),
     troll.Truncation(top_k=20, top_p=0.9),
-    *(troll.bounds.make_bound(name, 0.05, **options) for name, options in BOUND_OPTIONS.items()),
+    *(troll.bounds.make_bound(name, 0.05, total_steps=100, **options) for name, options in OPTIONS.items()),
 ]
 
 
 def test_every_public_type_is_tested_here():
-    assert BOUND_OPTIONS.keys() == BOUNDS.keys()
     modules = (troll, troll.bounds, troll.diagnostics)
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     public = {name: value for name, value in names.items() if inspect.isclass(value)}

@@ -21,7 +21,6 @@ from troll.trust_region.policy.top import BLOCK, Top, largest, policy_from_top, 
 #: Thresholds that no fraction m/n with n ≤ 13 meets: there, rounding would decide.
 THRESHOLDS = st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91])
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The largest entries
 
 
@@ -60,10 +59,6 @@ def test_the_largest_of_some_entries_and_the_rest_are_the_whole():
     np.testing.assert_allclose(array(top.log_rest), expected, rtol=1e-14)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Slots
-
-
 def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
     """Also what the sampled token pushes out; and the sampled token itself never, whichever numbers it has."""
     z = torch.tensor([[4.0, 3.0, -8.0], [4.0, 3.0, 2.0], [4.0, 3.0, 2.0], [9.0, 0.0, -1.0]], dtype=torch.float64)
@@ -84,7 +79,6 @@ def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
     np.testing.assert_allclose(array(policy.outcomes), expected, rtol=1e-14)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What an inference engine reports
 
 
@@ -160,25 +154,21 @@ def test_top_log_probs_with_ties_in_any_order(logits, top_k, more, threshold, wi
     assert_same_policy(actual, expected, rtol=4 * 2**-52, atol=128 * 2**-52)
 
 
-def test_fewer_entries_than_slots_leave_the_rest_to_the_tail():
+@pytest.mark.parametrize(
+    ("sampled", "top_k", "ids", "probs", "slot"),
+    [
+        (3, 4, [7, 3, -1, -1], [0.5, 0.25, 0, 0, 0.25], 1),
+        (5, 4, [7, 3, 5, -1], [0.5, 0.25, 0.0625, 0, 0.1875], 2),
+        (5, 2, [7, 5], [0.5, 0.0625, 0.4375], 1),
+    ],
+)
+def test_two_entries_and_a_sampled_token_fill_slots_in_this_order(sampled, top_k, ids, probs, slot):
+    log_probs, sampled_log_prob = torch.tensor([0.5, 0.25]).log(), torch.tensor(0.25 if sampled == 3 else 0.0625).log()
     policy = troll.capture_top(
-        torch.tensor([7, 3]), torch.tensor([0.5, 0.25]).log(), torch.tensor(3), torch.tensor(0.25).log(), 10, top_k=4
+        torch.tensor([7, 3]), log_probs, torch.tensor(sampled), sampled_log_prob, 10, top_k=top_k
     )
-    assert policy.token_ids.tolist() == [7, 3, -1, -1]
-    torch.testing.assert_close(policy.outcomes.exp(), torch.tensor([0.5, 0.25, 0, 0, 0.25]))
-    assert policy.slot.item() == 1
-    assert policy.log_prob.item() == pytest.approx(math.log(0.25))
-
-
-def test_a_sampled_token_that_is_no_entry_takes_the_next_slot_or_the_last():
-    log_probs, sampled = torch.tensor([0.5, 0.25]).log(), torch.tensor(0.0625).log()
-    for top_k, ids, probs, slot in (
-        (4, [7, 3, 5, -1], [0.5, 0.25, 0.0625, 0, 0.1875], 2),
-        (2, [7, 5], [0.5, 0.0625, 0.4375], 1),
-    ):
-        policy = troll.capture_top(torch.tensor([7, 3]), log_probs, torch.tensor(5), sampled, 10, top_k=top_k)
-        assert policy.token_ids.tolist() == ids and policy.slot.item() == slot
-        torch.testing.assert_close(policy.outcomes.exp(), torch.tensor(probs))
+    assert policy.token_ids.tolist() == ids and policy.slot.item() == slot
+    torch.testing.assert_close(policy.outcomes.exp(), torch.tensor(probs))
 
 
 def test_of_a_sampled_token_that_is_an_entry_the_entry_counts():
@@ -225,13 +215,6 @@ def test_top_log_probs_carry_no_gradient_and_stand_on_their_own():
     with torch.no_grad():
         log_probs.zero_()
     assert torch.equal(policy.log_probs, before)
-
-
-def test_defaults_are_those_of_the_design():
-    logits, token_ids = torch.randn(3, 200, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2])
-    entries = engine_entries(logits, token_ids, 100)
-    spelled_out = troll.capture_top(*entries, 200, top_k=64, mass_threshold=1e-5)
-    assert_identical(troll.capture_top(*entries, 200), spelled_out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

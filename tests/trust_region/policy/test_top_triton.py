@@ -86,25 +86,6 @@ def test_the_most_slots(monkeypatch):
     assert_agree(*random_top(256, seed=1), 1e-3)
 
 
-def test_equal_entries_keep_the_order_of_their_ids():
-    ids = torch.tensor([[2, 5, 7, 9]], device=DEVICE)
-    z = torch.tensor([[0.0, 1.0, -0.0, 1.0]], device=DEVICE)
-    row = torch.zeros(1, device=DEVICE)
-    kept, *_ = slots(Top(ids, z, z, row, row), torch.tensor([2], device=DEVICE), 10, 0.0)
-    assert kept.tolist() == [[5, 9, 2, 7]]
-
-
-def test_dropped_entries_add_to_the_tail_what_a_tile_says_of_them():
-    ids = torch.tensor([[0, 1, 2]], device=DEVICE)
-    z = torch.tensor([[0.0, -1.0, -2.0]], device=DEVICE)
-    rest = torch.full((1,), -math.inf, device=DEVICE)
-    top = Top(ids, z, z - 7, z[:, 0], rest)
-    kept, log_probs, tail, _ = assert_agree(top, ids[:, 0], 0.5)
-    assert kept.tolist() == [[0, -1, -1]] and log_probs[0, 1:].isneginf().all()
-    expected = torch.logsumexp(z[0, 1:] - 7, -1)
-    torch.testing.assert_close(tail[0] - log_probs[0, 0], expected, rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("mass_threshold", [0.0, 1e-3])
 def test_rows_that_are_no_distribution(mass_threshold):
     top, sampled = random_top(6)

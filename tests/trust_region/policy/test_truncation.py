@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 import troll
 from tests.tolerance import within
 from tests.trust_region import reference
-from tests.trust_region.policy.policies import assert_identical, by_pickle, by_torch
+from tests.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.policy.serialized import from_records, to_records
 from troll.trust_region.step import PULLS, common_outcomes
@@ -276,27 +276,6 @@ def test_rows_that_are_no_distribution_stay_nan():
     assert old.log_prob.isnan().tolist() == [False, True, False]
     step = troll.trust_region_step(random_logits(3, seed=1), old)
     assert step.log_ratio.isnan().tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS[:4])
-def test_truncated_policies_survive_packing_records_files_and_joining(truncation):
-    old = captured(random_logits(3, 4), truncation).to(torch.float32)
-    packed = PackedPolicy.of(old)
-    for again in (
-        packed.unpack(),
-        PackedPolicy.stack(packed.unbind()).unpack(),
-        from_records(to_records(PackedPolicy.of(old.view((12,))), [5, 7])).unpack().view((3, 4)),
-        by_pickle(old),
-        by_torch(old),
-        SparsePolicy.cat([old[:1], old[1:]]),
-    ):
-        assert again.truncated
-        assert_identical(again, old)
-    whole = troll.capture(
-        random_logits(3, 4).float(), torch.zeros(3, 4, dtype=torch.long), top_k=SIZE, mass_threshold=0
-    )
-    with pytest.raises(ValueError, match="policies must share one"):
-        SparsePolicy.cat([old, whole])
 
 
 def test_capture_top_takes_an_engine_s_kept_set():

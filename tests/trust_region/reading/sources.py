@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from troll import LMHead, Logits
-from troll.trust_region.reading import head as head_module
-from troll.trust_region.reading import logits as logits_module
 from troll.trust_region.reading.source import LogitsSource
 
 KINDS = ("logits", "head")
@@ -26,14 +23,6 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 }
 
 HIDDEN = 16
-
-
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles each way, and a remainder, for 12 tokens and 1,000 entries."""
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 5)
-    monkeypatch.setattr(head_module, "VOCABULARY_TILE", 300)
-    monkeypatch.setattr(head_module, "WHOLE_ROWS", {"cpu": 4 * 1000, "gpu": 4 * 1000})
-    monkeypatch.setattr(logits_module, "TILE_LOGITS", 5 * 1000)
 
 
 def plainly(raw: Tensor, temperature: float = 1.0, scale: float = 1.0, softcap: float | None = None) -> Tensor:

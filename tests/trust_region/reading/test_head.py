@@ -6,9 +6,7 @@ What is read from it is tested in test_read.py and test_capture.py.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -17,18 +15,14 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trust_region.policy.policies import assert_identical
-from tests.trust_region.reading.sources import Largest, Problem, long_way, small_tiles, support_of
+from tests.trust_region.reading.sources import Largest, Problem, long_way, support_of
 from troll import LMHead
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading.read import read
 
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Tiles
 
 
@@ -77,12 +71,6 @@ def test_a_capture_keeps_the_top_of_a_stable_sort(k, size, levels):
     token_ids = expected.indices[:, 0]
     old = troll.capture(LMHead(hidden, weight), token_ids, top_k=k, mass_threshold=0.0)
     assert torch.equal(old.token_ids, expected.indices[:, :k])
-    log_probs = torch.log_softmax(logits.double(), -1)
-    # Numbers of at most log V + 4 = 11, each rounded some times.
-    close: Any = {"rtol": 0, "atol": 6 * 11 * 2.0**-23}
-    torch.testing.assert_close(old.log_probs.double(), log_probs.gather(-1, old.token_ids), **close)
-    rest = log_probs.scatter(-1, old.token_ids, -torch.inf).logsumexp(-1)
-    torch.testing.assert_close(old.tail_log_prob.double(), rest, **close)
 
 
 def test_a_bias_may_exclude_tokens():
@@ -97,7 +85,6 @@ def test_a_bias_may_exclude_tokens():
     assert (old.tail_log_prob == -torch.inf).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Precision
 
 
@@ -142,11 +129,7 @@ def test_a_true_divergence_of_1e_5_is_seen():
     assert 3e-6 < exact < 3e-5
     assert of_rounded > 5 * exact
 
-    # With all tokens in the support nothing is left to half precision.
-    old = troll.capture(LMHead(hidden, weight), token_ids, top_k=size, mass_threshold=0.0)
-    step = troll.trust_region_step(LMHead(moved, weight), old)
-    assert step.kl_before.mean().item() == pytest.approx(exact.item(), rel=1e-3)
-    # With most of the mass in it, the rest counts as little as it weighs.
+    # With most of the mass in the support, the rest counts as little as it weighs.
     old = troll.capture(LMHead(hidden, weight), token_ids, top_k=64, mass_threshold=0.0)
     assert old.tail_log_prob.exp().mean() < 0.25
     step = troll.trust_region_step(LMHead(moved, weight), old)
@@ -221,7 +204,6 @@ def test_autocast_does_not_change_float64():
     assert_identical(under, troll.capture(problem.source(), problem.token_ids))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows and parameters
 
 
@@ -293,13 +275,3 @@ def test_what_does_not_fit_is_named(message, change):
     arguments = {"hidden": torch.zeros(3, 16), "weight": torch.zeros(1000, 16)} | change
     with pytest.raises(ValueError, match=re.escape(message)):
         LMHead(**arguments)
-
-
-def test_a_half_precision_log_prob_has_the_digits_of_float32():
-    """Of a token of log-probability −60, whose logit half precision would round by 1/8."""
-    hidden = torch.tensor([[1.0, 1 / 64]]).bfloat16()
-    weight = torch.tensor([[0.0, 0.0], [-60.0, -5.0], [-1.0, 0.0]]).bfloat16()
-    old = troll.capture(LMHead(hidden, weight), torch.tensor([1]))
-    exact = -60.0 - 5 / 64 - math.log1p(math.exp(-1))
-    assert old.log_prob.item() == pytest.approx(exact, abs=2 * 60 * 2.0**-24)
-    assert abs((hidden @ weight.t())[0, 1].item() - (-60 - 5 / 64)) > 0.05

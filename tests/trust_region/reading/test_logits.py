@@ -48,7 +48,6 @@ def assert_same_update(actual: Any, expected: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Views
 
 
@@ -117,7 +116,6 @@ def test_tiles_change_nothing(tile, monkeypatch):
     assert_same_update(update(Logits(logits, 0.7, 1.2, 9.0), ids(B, T)), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows
 
 
@@ -127,41 +125,34 @@ def test_tiles_change_nothing(tile, monkeypatch):
 def test_rows_are_what_indexing_gives(tile, index, padded, monkeypatch):
     monkeypatch.setattr(logits_module, "TILE_LOGITS", tile)
     logits = drawn(23, V + 5 * padded)[:, :V].requires_grad_()
-    rows = torch.tensor([20, 3, 4, 5, 22, 0, 11])
-    old, values, gradient = update(Logits(logits, 0.7, rows=rows.to(index)), ids(7))
-    picked = logits.detach()[rows].requires_grad_()
-    expected = update(Logits(picked, 0.7), ids(7))
-    assert_same_update((old, values, gradient[rows]), expected)
-    others = torch.ones(23, dtype=torch.bool).index_fill(0, rows, False)
-    assert not gradient[others].any()
-    assert gradient[rows].abs().sum(-1).min() > 0
+    for rows in (torch.tensor([20, 3, 4, 5, 22, 0, 11]), torch.zeros(0, dtype=torch.int64)):
+        old, values, gradient = update(Logits(logits, 0.7, rows=rows.to(index)), ids(len(rows)))
+        picked = logits.detach()[rows].requires_grad_()
+        expected = update(Logits(picked, 0.7), ids(len(rows)))
+        assert_same_update((old, values, gradient[rows]), expected)
+        others = torch.ones(23, dtype=torch.bool).index_fill(0, rows, False)
+        assert not gradient[others].any()
+        assert (gradient[rows].abs().sum(-1) > 0).all()
 
 
-def test_no_rows():
-    logits = drawn(23, V).requires_grad_()
-    none = torch.zeros(0, dtype=torch.int64)
-    old, _, gradient = update(Logits(logits, rows=none), none)
-    assert old.token_ids.shape == (0, 6)
-    assert torch.equal(gradient, torch.zeros(23, V))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Logits that are given up
 
 
-def model_output(rows: int = 23, dtype: torch.dtype = torch.float32) -> Tensor:
+def model_output(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Not a leaf, as a model's logits are not."""
-    return drawn(rows, V, dtype=dtype).requires_grad_() * 1.0
+    return drawn(*shape, V, dtype=dtype).requires_grad_() * 1.0
 
 
-@pytest.mark.parametrize("with_rows", [False, True], ids=["", "rows"])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((23,), None), ((23,), [20, 3, 4, 5, 22, 0, 11]), ((B, T), None)], ids=["", "rows", "batch"]
+)
 @pytest.mark.parametrize("tile", [5 * V, 2**24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_gradient_of_donated_logits_takes_their_place(with_rows, tile, dtype, monkeypatch):
+def test_the_gradient_of_donated_logits_takes_their_place(shape, rows, tile, dtype, monkeypatch):
     monkeypatch.setattr(logits_module, "TILE_LOGITS", tile)
-    rows = torch.tensor([20, 3, 4, 5, 22, 0, 11]) if with_rows else None
-    kept, donated = model_output(dtype=dtype), model_output(dtype=dtype)
-    token_ids = ids(7 if with_rows else 23)
+    rows = None if rows is None else torch.tensor(rows)
+    kept, donated = model_output(*shape, dtype=dtype), model_output(*shape, dtype=dtype)
+    token_ids = ids(*shape) if rows is None else ids(len(rows))
     expected = update(Logits(kept, rows=rows), token_ids)
     memory, version = donated.data_ptr(), donated._version
     actual = update(Logits(donated, rows=rows, donate=True), token_ids)
@@ -172,29 +163,8 @@ def test_the_gradient_of_donated_logits_takes_their_place(with_rows, tile, dtype
     assert kept._version == 0
 
 
-def test_donated_logits_of_more_dimensions():
-    kept, donated = (drawn(B, T, V).requires_grad_() * 1.0 for _ in range(2))
-    expected = update(Logits(kept), ids(B, T))
-    actual = update(Logits(donated, donate=True), ids(B, T))
-    assert_same_update(actual, expected)
-    assert actual[2].data_ptr() == donated.data_ptr()
-
-
-def test_the_gradient_goes_on_to_the_model():
-    weight = (drawn(V, V) / 30).requires_grad_()
-    inputs = drawn(5, V, seed=3)
-    gradients = []
-    for donate in (False, True):
-        logits = inputs @ weight
-        old = troll.capture(logits + drawn(5, V, seed=4), ids(5), top_k=6)
-        step = troll.trust_region_step(Logits(logits, donate=donate), old)
-        assert step.projected.any()
-        gradients.append(torch.autograd.grad((step.log_ratio + step.regression).sum(), weight)[0])
-    assert torch.equal(*gradients)
-
-
 def test_a_second_backward_pass_over_donated_logits_is_refused():
-    logits = model_output()
+    logits = model_output(23)
     old = troll.capture(logits, ids(23), top_k=6)
     step = troll.trust_region_step(Logits(logits, donate=True), old)
     step.log_ratio.sum().backward(retain_graph=True)
@@ -204,7 +174,7 @@ def test_a_second_backward_pass_over_donated_logits_is_refused():
 
 def test_what_else_needs_donated_logits_is_told():
     """Autograd's own check, which a kernel's writes would pass by."""
-    logits = model_output()
+    logits = model_output(23)
     old = troll.capture(logits, ids(23), top_k=6)
     other = logits.square().sum()
     troll.trust_region_step(Logits(logits, donate=True), old).log_ratio.sum().backward(retain_graph=True)
@@ -246,7 +216,6 @@ def test_a_view_of_everything_can_be_donated():
     assert Logits(logits.view(-1, V), donate=True).donate
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What does not fit
 
 

@@ -15,13 +15,10 @@ import troll
 from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import array, tensor
-from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, long_way, small_tiles, support_of
+from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, long_way, support_of
 from troll.trust_region.reading.read import read
 
-
-@pytest.fixture(autouse=True)
-def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def combined(problem: Problem, on_support: Tensor, tail: Tensor, entropy: Tensor | None = None) -> Tensor:
@@ -229,10 +226,12 @@ def test_a_support_of_everything_has_no_tail(kind):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,), (2, 3)])
 def test_any_batch_shape(kind, shape):
     problem = Problem(kind, shape=shape, size=20)
-    policy = troll.log_probs_at(problem.source(), torch.arange(4).expand(*shape, 4))
-    assert policy.shape == policy.tail_log_prob.shape == shape
-    assert policy.log_probs.shape == (*shape, 4)
-    for gradient, leaf in zip(problem.gradients(policy.outcomes.sum()), problem.leaves, strict=True):
+    old = troll.capture(problem.source(), problem.token_ids, top_k=4)
+    policy = troll.log_probs_at(problem.source(), old.token_ids)
+    assert old.shape == old.slot.shape == old.log_prob.shape == policy.shape == policy.tail_log_prob.shape == shape
+    assert old.token_ids.shape == old.log_probs.shape == policy.log_probs.shape == (*shape, 4)
+    total = policy.logits[old.used].sum() + policy.tail_logit.sum()
+    for gradient, leaf in zip(problem.gradients(total), problem.leaves, strict=True):
         assert gradient.shape == leaf.shape
 
 

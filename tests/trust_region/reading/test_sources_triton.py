@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import troll
-from tests.trust_region.reading.sources import KINDS, small_tiles
+from tests.trust_region.reading.sources import KINDS
 from troll.trust_region.kernels import VARIABLE
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading.read import read
@@ -24,10 +24,7 @@ VOCABULARY, HIDDEN = 700, 16
 #: Logits up to 30, each off by a few roundings of 2⁻²⁴ of that and a tanh of 3e-7; three times as much.
 TOLERANCE = 3 * 30 * (3e-7 + 4 * 2.0**-24)
 
-
-@pytest.fixture(autouse=True)
-def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_tiles(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 class Problem:
@@ -56,8 +53,9 @@ class Problem:
         return made, torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 3)]
+)
 def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
     """Of three tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
     monkeypatch.setenv(VARIABLE, "triton")
@@ -166,11 +164,13 @@ def test_equal_policies_have_ratio_one(dtype, kind, monkeypatch):
     assert (made.log_ratio.abs() <= 4 * 2.0**-23 * old.log_prob.abs().clamp(min=1)).all() and not made.projected.any()
 
 
-def test_donated_logits_hold_their_gradient(monkeypatch):
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_donated_logits_hold_their_gradient(kernels, monkeypatch):
+    """Which goes on to what they were made of."""
     problem = Problem("logits", torch.bfloat16)
     logits = (problem.hidden @ problem.new.t())[:, :-1].reshape(-1, VOCABULARY).contiguous()
     old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9).view((6,))
-    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv(VARIABLE, kernels)
     gradients: list[Tensor] = []
     for donate in (False, True):
         leaf = logits.clone().requires_grad_()

@@ -20,7 +20,6 @@ from troll.trust_region.reading.tiles import (
     TailSums,
     Tile,
     Transform,
-    Upstream,
 )
 
 PLAIN = Transform()
@@ -29,10 +28,6 @@ PLAIN = Transform()
 def tile_of(values: Tensor, first: int = 0) -> Tile:
     """In memory of its own, which may be used up."""
     return Tile(values.clone(), PLAIN, first, slice(0, len(values)), slice(0, values.shape[-1]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The transform
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -59,10 +54,6 @@ def test_a_plain_transform_of_float32_touches_nothing():
     assert PLAIN.slope(raw) == 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Select
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     values=st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
@@ -82,9 +73,6 @@ def test_select_keeps_the_largest_and_the_sampled_token(values, first, data):
     ascending = sorted(v for v in support.ids[0].tolist() if v >= 0)
     assert support.ascending[0].tolist() == ascending + [NO_TOKEN] * (k + 1 - len(ascending))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Read
 
 LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, -300.0, 300.0, -math.inf]))
 
@@ -131,19 +119,3 @@ def test_read_keeps_logits_that_are_not_finite(with_entropy, broken, at):
         tile_of(z[:, start : start + 2], start).read(support, logits, outside)
     assert outside.log_sum[0].item() == pytest.approx(math.log(3), abs=1e-6)
     assert not outside.log_sum[1].isfinite()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradient
-
-
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_excluded_tokens_get_no_gradient(with_entropy):
-    z = torch.tensor([[0.0, -math.inf, 1.0]])
-    some = torch.ones(1)
-    entropy = (some, some) if with_entropy else (None, None)
-    upstream = Upstream(torch.logsumexp(z, -1), some, torch.zeros(1, 1), *entropy)
-    actual = tile_of(z).gradient(Support.from_ids(torch.tensor([[-1]])), upstream)
-    assert actual.isfinite().all()
-    assert actual[0, 1].abs() <= torch.finfo(torch.float32).smallest_normal
-    assert actual[0, 0] != 0

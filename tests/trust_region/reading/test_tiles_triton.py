@@ -154,18 +154,6 @@ def test_rows_that_are_no_distribution_and_logits_of_minus_infinity(order, trans
     assert actual[0][6, 0].isnan() and actual[0].isnan().sum() == 1
 
 
-def test_read_of_minus_infinity_does_not_change_the_sums():
-    nothing = torch.full((2, 100), -torch.inf, device=DEVICE)
-    support = Support.from_ids(some_ids(2, 3, FIRST, FIRST + 100))
-    (_, outside), _ = fold_both([made(nothing), made(nothing, first=FIRST + 100)], support)
-    assert outside.maximum.isneginf().all() and outside.log_sum.isneginf().all()
-    assert outside.weighted_sum is not None and not outside.weighted_sum.any()
-    (_, before), _ = fold_both([made(random_values(2, 100))], support)
-    (_, after), _ = fold_both([made(random_values(2, 100)), made(nothing, first=FIRST + 100)], support)
-    for x, y in zip(before, after, strict=True):
-        assert x is not None and y is not None and torch.equal(x, y)
-
-
 def test_a_maximum_that_moves_by_hundreds():
     parts = [made(random_values(2, 50) + shift, first=FIRST + 50 * i) for i, shift in enumerate((-500.0, 0, 300, -300))]
     actual, expected = fold_both(parts, Support.from_ids(some_ids(2, 3, 0, FIRST)))
