@@ -20,12 +20,7 @@ os.closerange(3, 64)
 ON_THE_MACHINE = {
     "fork bomb": """
 import os
-for _ in range(20):
-    try:
-        os.fork()
-        breach()
-    except OSError:
-        pass
+refused(*[os.fork] * 20)
 os.abort()
 """,
     "process by system call": """
@@ -37,17 +32,13 @@ for number in numbers:
 """,
     "running a program": """
 import os, subprocess
-for attempt in (
+refused(
     lambda: subprocess.run(["/usr/bin/true"]),
     lambda: os.posix_spawn("/usr/bin/true", ["true"], {}),
     lambda: os.execv("/usr/bin/echo", ["echo", "breach"]),
     lambda: os.system("echo breach") and 1 / 0,
-):
-    try:
-        attempt()
-        breach()
-    except (OSError, ZeroDivisionError):
-        pass
+    errors=(OSError, ZeroDivisionError),
+)
 """,
     "thread bomb": """
 import threading, time
@@ -183,16 +174,11 @@ while True:
     "dropping cached pages of others": """
 import ctypes, mmap, os
 file = os.open(os.__file__, os.O_RDONLY)
-for attempt in (
+refused(
     lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED),
     lambda: mmap.mmap(file, 0, prot=mmap.PROT_READ).madvise(21),
     lambda: mmap.mmap(file, 0, prot=mmap.PROT_READ).madvise(20),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 libc = ctypes.CDLL(None)
 if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
     breach()
@@ -200,21 +186,11 @@ if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
     "huge pages of the shared stock": """
 import mmap
 for size in (1 << 21, 1 << 30):
-    try:
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)
-        breach()
-    except OSError as error:
-        if error.errno != 1:
-            breach(error)
+    refused(lambda: mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000), number=1)
 """,
     "big pipes": """
 import fcntl, os
-for _ in range(20):
-    try:
-        fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)
-        breach()
-    except OSError:
-        pass
+refused(*[lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)] * 20)
 """,
     "queued signals": """
 import ctypes, os, signal, threading
@@ -297,7 +273,7 @@ import ctypes, os
 library = ctypes.CDLL(None)
 for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
     file = os.open(device, os.O_RDONLY)
-    for attempt in (
+    refused(
         lambda: os.chmod(device, 0o666),
         lambda: os.fchmod(file, 0o666),
         lambda: os.chmod(device, 0o666, dir_fd=file),
@@ -311,12 +287,8 @@ for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
         lambda: os.setxattr(device, "user.x", b"1"),
         lambda: os.setxattr(file, "user.x", b"1"),
         lambda: os.setxattr(device, "user.x", b"1", follow_symlinks=False),
-    ):
-        try:
-            attempt()
-            breach(device)
-        except (OSError, NotImplementedError):
-            pass
+        errors=(OSError, NotImplementedError),
+    )
     for number in (452, 463):  # fchmodat2, setxattrat: newer than the C library
         if library.syscall(number, -100, device.encode(), 0o666, 0) >= 0:
             breach(number, device)
@@ -325,13 +297,7 @@ for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
 import os, glob
 wanted = ["$SECRET", "/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ",
           "/proc/1/mem", "/proc/self/root/etc/passwd", "/sys/kernel/hostname", "/dev/mem", "/dev/sda", "/dev/tty"]
-for path in wanted:
-    try:
-        with open(path, "rb") as file:
-            file.read(1)
-        breach(path)
-    except OSError:
-        pass
+refused(*[lambda path=path: open(path, "rb").read(1) for path in wanted])
 for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run", os.path.dirname("$SECRET")):
     try:
         names = os.listdir(folder)
@@ -350,12 +316,7 @@ attempts += [(1040, struct.pack("IHH", 0, kind, 0)) for kind in (fcntl.F_RDLCK, 
 for path in paths:
     file = os.open(path, os.O_RDONLY)
     for command, argument in attempts:
-        try:
-            fcntl.fcntl(file, command, argument)
-            breach(path, command)
-        except OSError as error:
-            if error.errno != errno.EPERM:
-                breach(path, command, error)
+        refused(lambda: fcntl.fcntl(file, command, argument), number=errno.EPERM)
 """,
     "exclusive locks": """
 import errno, fcntl, os, sys
@@ -363,43 +324,24 @@ paths = ["/tmp", "/", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__
 for path in paths:
     file = os.open(path, os.O_RDONLY)
     for operation in (fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        try:
-            fcntl.flock(file, operation)
-            breach(path)
-        except OSError as error:
-            if error.errno != errno.EPERM:
-                breach(path, error)
-    for operation in (fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        try:
-            fcntl.lockf(file, operation)
-            breach(path)
-        except OSError:
-            pass
+        refused(lambda: fcntl.flock(file, operation), number=errno.EPERM)
+        refused(lambda: fcntl.lockf(file, operation))
 """,
     "limits of the parent": """
 import os, resource
 for pid in (1, os.getppid(), os.getpid()):
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU):
-        try:
-            resource.prlimit(pid, limit, (0, 0))
-            breach(pid)
-        except OSError:
-            pass
-for attempt in (
+        refused(lambda: resource.prlimit(pid, limit, (0, 0)))
+refused(
     lambda: os.sched_setaffinity(1, {0}),
     lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
     lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
     lambda: os.setpriority(os.PRIO_USER, 0, 19),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 """,
     "writing to the input": """
 import os
-for attempt in (
+refused(
     lambda: open("/dev/stdin", "r+"),
     lambda: open("/input/input", "ab"),
     lambda: os.write(0, b"breach"),
@@ -411,21 +353,11 @@ for attempt in (
     lambda: open("/input/x", "w"),
     lambda: os.mkdir("/input/x"),
     lambda: os.unlink("/dev/stdin"),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 """,
     "becoming another user": """
 import ctypes, os
-for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0])):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+refused(lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0]))
 if ctypes.CDLL(None).mount(b"none", b"/input", b"tmpfs", 0, None) == 0 or os.getuid() == 0:
     breach()
 """,
@@ -448,21 +380,15 @@ attempts = [
     (socket.AF_UNIX, socket.SOCK_STREAM, "\\0$ABSTRACT"),
     (socket.AF_INET, socket.SOCK_STREAM, ("1.1.1.1", 53)),
 ]
-for family, kind, address in attempts:
-    try:
-        with socket.socket(family, kind) as connection:
-            connection.settimeout(1)
-            connection.connect(address)
-            connection.send(b"breach")
-            breach(address)
-    except OSError:
-        pass
+def send(family, kind, address):
+    with socket.socket(family, kind) as connection:
+        connection.settimeout(1)
+        connection.connect(address)
+        connection.send(b"breach")
+for attempt in attempts:
+    refused(lambda: send(*attempt))
 for family in (40, 38, 16, 17):  # virtual machines, cryptography, netlink, packets
-    try:
-        socket.socket(family, socket.SOCK_STREAM)
-        breach(family)
-    except OSError:
-        pass
+    refused(lambda: socket.socket(family, socket.SOCK_STREAM))
 """,
     "killing the parent": """
 import os, signal
@@ -477,12 +403,7 @@ for pid in (os.getppid(), 1, -1, 0):
     "interrupting the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
     "daemonising": """
 import os
-for step in (os.setsid, os.fork, os.setsid, os.fork):
-    try:
-        step()
-        breach()
-    except OSError:
-        pass
+refused(os.setsid, os.fork, os.setsid, os.fork)
 while True:
     pass
 """,
@@ -521,63 +442,34 @@ for pid in (os.getppid(), 1, os.getpid()):
         breach("ptrace", pid)
     if libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(ours), 1, 0) > 0:
         breach("memory", pid)
-    try:
-        open(f"/proc/{pid}/mem", "r+b")
-        breach(pid)
-    except OSError:
-        pass
+    refused(lambda: open(f"/proc/{pid}/mem", "r+b"))
 """,
     "raising limits": """
-import resource
+import os, resource
 for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
+    limit = getattr(resource, name)
     try:
-        hard = resource.getrlimit(getattr(resource, name))[1]
+        hard = resource.getrlimit(limit)[1]
     except OSError:
         hard = 1000  # of CPU time, which is kept from programs
     for value in (hard + 1, resource.RLIM_INFINITY):
-        try:
-            resource.setrlimit(getattr(resource, name), (value, value))
-            breach(name)
-        except (ValueError, OSError):
-            pass
-try:
-    import os
-    os.nice(-5)
-    breach("nice")
-except OSError:
-    pass
+        refused(lambda: resource.setrlimit(limit, (value, value)), errors=(ValueError, OSError))
+refused(lambda: os.nice(-5))
 """,
     "writing to read-only places": """
 import glob, os, sys
 for path in ["/inside/stdio.py", "/inside/x", "/usr/x", "/x", "/dev/x", os.__file__, sys.executable, "/etc/x",
              *glob.glob("/packages/*/x")]:
     for mode in ("a", "w", "r+"):
-        try:
-            open(path, mode).close()
-            breach(path)
-        except OSError:
-            pass
+        refused(lambda: open(path, mode).close())
 for path in ("/tmp", "/inside", "/usr", "/"):
-    try:
-        os.rename(path, path.rstrip("/") + "_moved")
-        breach(path)
-    except OSError:
-        pass
-    try:
-        os.rmdir(path)
-        breach(path)
-    except OSError:
-        pass
+    refused(lambda: os.rename(path, path.rstrip("/") + "_moved"), lambda: os.rmdir(path))
 """,
     "symbolic links": """
 import os
 for index, target in enumerate(("$SECRET", "/etc/passwd", "/proc/self/environ", "../../../../../etc/passwd")):
     os.symlink(target, f"link{index}")
-    try:
-        open(f"link{index}", "r+b")
-        breach(target)
-    except OSError:
-        pass
+    refused(lambda: open(f"link{index}", "r+b"))
 os.symlink("$SECRET", "program.py")
 os.symlink("/", "root")
 os.chdir("root")
@@ -592,33 +484,24 @@ ON_THE_CHECKER = {
     "exit in a finaliser": "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
     "ending by SIGKILL": """
 import os, signal, threading
-for attempt in (
+refused(
     lambda: os.kill(os.getpid(), signal.SIGKILL),
     lambda: os.kill(0, signal.SIGKILL),
     lambda: os.killpg(0, signal.SIGKILL),
     lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 """,
     "ending by its limit on CPU time": """
 import ctypes, resource
 def system_call():
     if ctypes.CDLL(None).setrlimit(0, (ctypes.c_ulong * 2)(1, 1)):
         raise OSError
-for attempt in (
+refused(
     lambda: resource.setrlimit(resource.RLIMIT_CPU, (1, 1)),
     lambda: resource.prlimit(0, resource.RLIMIT_CPU, (1, 1)),
     system_call,
-):
-    try:
-        attempt()
-        breach()
-    except (OSError, ValueError):
-        pass
+    errors=(OSError, ValueError),
+)
 """,
     "escapes in a reason": "raise ValueError('\\x1b[2J\\x07\\ud800\\u202e')",
     "success by signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
@@ -743,6 +626,18 @@ while True:
     "prose instead of a program": "Sure! Here is the code you asked for.",
 }
 
+#: Tries what must fail: with an error of these classes and, if given, of this number.
+REFUSED = """
+def refused(*attempts, errors=OSError, number=None):
+    for attempt in attempts:
+        try:
+            attempt()
+            breach(attempt)
+        except errors as error:
+            if number and error.errno != number:
+                breach(error)
+"""
+
 _BREACH = """
 def breach(*what, write=__import__("os").write, leave=__import__("os")._exit):
     write(1, b"breach")
@@ -750,6 +645,6 @@ def breach(*what, write=__import__("os").write, leave=__import__("os")._exit):
 """
 
 HOSTILE = {
-    name: _BREACH + source if "breach(" in source else source
+    name: _BREACH + REFUSED + source if "breach(" in source or "refused(" in source else source
     for name, source in {**ON_THE_MACHINE, **ON_THE_USER, **ON_THE_CHECKER}.items()
 }
