@@ -155,10 +155,11 @@ def test_mistakes_of_the_user_name_the_row(grader, rows, message):
         grader.grade(["x", "y"], **rows)
 
 
-def test_grade_gives_every_completion_a_verdict(grader):
+def test_grade_gives_every_completion_a_verdict():
     completions = ["", "```python\n```", "no program at all", "\x00", "\ud800", "```" * 10000, "def f(" * 10000]
     completions += ["x" * 2**21, "def double(x):\n    while True: pass"]
-    verdicts = grader.grade([*completions, RIGHT], tests=[DOUBLE] * (len(completions) + 1))
+    with closing(CodeGrader(limits=Limits(cpu_seconds=0.5), workers=2)) as grader:
+        verdicts = grader.grade([*completions, RIGHT], tests=[DOUBLE] * (len(completions) + 1))
     assert [verdict.score for verdict in verdicts] == [0.0] * len(completions) + [1.0]
     assert [verdict.reason for verdict in verdicts[:2]] == ["no program", "no program"]
     assert verdicts[-2].reason == "time limit"
