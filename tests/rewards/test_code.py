@@ -173,23 +173,6 @@ def test_a_copy_of_a_grader_works(grader):
     copy.close()
 
 
-def test_a_closed_grader_makes_no_sandbox_until_it_is_used(monkeypatch):
-    grader = CodeGrader(workers=1)
-    made = []
-    start = grader._executor._open
-
-    def count() -> None:
-        made.append(1)
-        start()
-
-    monkeypatch.setattr(grader._executor, "_open", count)
-    grader.close()
-    assert not made
-    assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
-    assert made == [1]
-    grader.close()
-
-
 def test_a_forked_process_makes_judges_of_its_own(grader):
     assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
     program = fresh()

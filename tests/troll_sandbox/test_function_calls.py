@@ -18,17 +18,12 @@ import numpy as np
 import pytest
 
 from tests.troll_sandbox import cheats, hostile, idioms
-from tests.troll_sandbox.processes import (
-    needs_bubblewrap,
-    start_at_the_third_attempt_only,
-    tried_again,
-    wait_until_gone,
-)
+from tests.troll_sandbox.processes import needs_bubblewrap, wait_until_gone
 from troll.rewards.program import parse_tests
 from troll_sandbox import bubblewrap, function_calls
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, FunctionTests
-from troll_sandbox.errors import KilledError, SandboxError
+from troll_sandbox.errors import KilledError
 from troll_sandbox.executor import Executor, Job
 from troll_sandbox.function_calls import ENDED, Judge, JudgeEndedError, run_functions
 from troll_sandbox.launch import Process
@@ -355,16 +350,6 @@ def test_program_with_short_bursts_of_work_is_idle(run):
 def test_judge_cuts_long_reasons(run):
     outcomes = run("def f(): raise ValueError(chr(0x1F600) * 600)", *["assert f()"] * 3)
     assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
-
-
-ONE = ("def f(): return 1", CodeTests(("assert f() == 1",), "", ("f",), (), ()))
-
-
-def test_executor_tries_again_if_the_programs_sandbox_does_not_start(sandbox, monkeypatch):
-    programs = Bubblewrap()
-    start_at_the_third_attempt_only(programs, monkeypatch)
-    assert tried_again(programs, *ONE, judges=sandbox) == [PASSED]
-    assert isinstance(tried_again(programs, *ONE, Limits(wall_seconds=0.5), sandbox), SandboxError)
 
 
 def test_exceptions_arrive_as_twins_of_their_class(run):
