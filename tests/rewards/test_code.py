@@ -120,19 +120,12 @@ def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
     grader.close()
 
 
-def test_equal_programs_run_once(grader, monkeypatch):
-    submitted = []
-    run = grader._executor.run
-
-    def count(jobs):
-        submitted.extend(jobs)
-        return run(jobs)
-
-    monkeypatch.setattr(grader._executor, "run", count)
+def test_equal_programs_run_once():
+    sandbox = Trouble(calls=0)
     completions = [fenced("def double(x): return x + x"), "def double(x): return x + x\n"] * 3
-    other = json.dumps({"asserts": ["assert double(1) == 2"]})
-    grader.grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
-    assert len(submitted) == 2
+    other = json.dumps({"asserts": ["assert double(1) == 2"] * 3})
+    troubled(sandbox).grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
+    assert len(sandbox.programs) == 2
 
 
 def test_a_completion_may_continue_the_prefix(grader):

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.troll_sandbox import cheats, hostile, idioms
@@ -67,6 +65,12 @@ def run_in(
 @pytest.fixture
 def run(sandbox, judge) -> Run:
     return partial(run_in, sandbox, judge)
+
+
+@pytest.fixture(params=[False, True], ids=["judged", "plain"])
+def plain(request) -> bool:
+    """Whether program and tests run in one process."""
+    return request.param
 
 
 def reasons(outcomes: list[Outcome]) -> list[str]:
@@ -179,7 +183,6 @@ def path(): return Path()
     assert all(ANY_NAME in reason for reason in refused)
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_ordinary_idioms_pass(run, plain):
     found = reasons(run(idioms.PROGRAM, *idioms.JUDGED.values(), plain=plain))
     assert dict(zip(idioms.JUDGED, found, strict=True)) == dict.fromkeys(idioms.JUDGED, "passed")
@@ -197,7 +200,6 @@ def test_idioms_of_one_process_need_plain(run):
     assert set(reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values(), plain=True))) == {"passed"}
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_failed_tests_have_reasons(run, plain):
     program = "import os\ndef f(x):\n    if x == 3: os._exit(0)\n    return [0] * 10**10 if x == 2 else x"
     hiding = "try:\n    f(3)\nexcept BaseException:\n    pass"
@@ -235,7 +237,6 @@ os._exit(0)
     assert run(program, "assert f()", plain=True)[0].passed == (line == LINES[-1])
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_run_functions_can_stop_at_the_first_failure(run, plain):
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0", "while True: pass"]
     start = time.monotonic()
@@ -246,7 +247,6 @@ def test_run_functions_can_stop_at_the_first_failure(run, plain):
     assert reasons(broken) == ["raised ZeroDivisionError: division by zero", *["not run"] * 3]
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_run_functions_shares_the_cpu_time_of_a_program_among_its_tests(run, plain):
     program = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.2)\ndef f(x): return x"
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0"]
@@ -271,7 +271,7 @@ def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes
 
     def traced(program: str) -> tuple[str, Callable[[], bytes]]:
         breach = f"def breach(*what, write=__import__('os').write):\n    write({write}, repr(what).encode())\n"
-        return breach + hostile.REFUSED + program, heard
+        return breach + hostile.PRELUDE + program, heard
 
     def heard() -> bytes:
         with contextlib.suppress(BlockingIOError):
@@ -308,13 +308,12 @@ def test_hostile_programs_fail_as_functions(run, trace, name):
 @pytest.mark.parametrize("answer", ["sleep", "return"])
 def test_programs_do_not_outlive_their_verdict(run, answer):
     limits = replace(LIMITS, idle_seconds=10.0, output_bytes=MARK)
+    program = hostile.PRELUDE + hostile.OUTLIVING
     if answer == "sleep":
-        program = f"{hostile.OUTLIVING}\ndef f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
+        program += "def f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
     else:  # and it does not end when the channel is closed
         patch = "sys.modules['peer'].Peer._receive = lambda *_: time.sleep(1000)"
-        program = (
-            f"import sys\n{hostile.OUTLIVING.replace('os.closerange(3, 64)', '')}\ndef f(x):\n    {patch}\n    return x"
-        )
+        program = program.replace("os.closerange(3, 64)", "") + f"def f(x):\n    {patch}\n    return x"
     start = time.monotonic()
     assert reasons(run(program, "assert f(1) == 1", limits=limits)) == [
         "passed" if answer == "return" else "exited before the tests ended"
@@ -443,6 +442,7 @@ def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]
 
     assert passed("pair", [[1, 2]] * 4, [[1, [2]], [[1, [2]]], [1, 2], [[1, [3]]]]) == [True, True, False, False]
     assert passed("keyed", [[{"1": 5}]] * 2, [{"1": [{"5": {"1": 5}}]}, {"1": [{"5": {"01": 5}}]}]) == [True, False]
+    assert passed("pair", [[0.1 + 0.2, 1 / 3]] * 2, [[0.3, [0.3333333]], [0.3, [0.3333]]]) == [True, False]
     assert passed("texts", [[[{"7": 1}]]], [{"1": 2}]) == [True]
     nested = [[[{"7": 1}]], [[{"7": 1}, {"1": 1}]]]
     assert passed("inner", nested, [[7], [7, 1, {"1": 2}]]) == [True, False]
@@ -451,7 +451,6 @@ def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]
     assert reasons(missing) == ["the tests raised NameError: name 'absent' is not defined"]
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_judge_takes_long_numbers_and_deep_values(run, plain):
     digits = "7" * 5000
     asserts = [f"assert f({digits}) == -{digits}", "assert len(str(f(10**5000))) == 5002"]
@@ -476,16 +475,6 @@ def test_function_tests_take_any_json_value(run):
     ]
 
 
-def test_function_tests_compare_floats_with_tolerance_and_asserts_do_not(run):
-    program = "def f(x): return [x + 0.1, (x / 3,)]\ndef g(x): return x / 3"
-    outputs = [[0.3, [0.0666667]], [0.3, [0.0667]], [0, [0.0666667]]]
-    assert reasons(run(program, function="f", inputs=[[0.2]] * 3, outputs=outputs)) == ["passed", *["wrong answer"] * 2]
-    assert reasons(run(program, "assert abs(g(1) - 0.333333) < 1e-6", "assert g(1) == 0.333333")) == [
-        "passed",
-        "wrong answer",
-    ]
-
-
 STARTER = """
 class Solution:
     def f(self, nums: List[int], k: Optional[int] = None) -> Dict[str, int]:
@@ -493,7 +482,6 @@ class Solution:
 """
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_prelude_is_for_programs_and_not_for_tests(run, plain):
     one = "assert Solution().f([1, 2]) == 4"
     leak = "assert math.floor(Solution().f([1, 2])) == 4 and List"
@@ -553,39 +541,18 @@ def test_read_does_not_wait_for_a_judge_in_a_long_call(monkeypatch):
     os.close(theirs)
 
 
-def test_judges_work_in_several_threads(sandbox):
-    passed: dict[int, list[bool]] = {}
-
-    def work(number: int) -> None:
-        asserts = [f"assert f({number}) == {number}"] * 3
-        with closing(Judge(sandbox)) as judge:
-            for _ in range(5):
-                outcomes = run_in(sandbox, judge, "def f(x): return x", *asserts, limits=Limits())
-                passed.setdefault(number, []).extend(outcome.passed for outcome in outcomes)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert passed == {number: [True] * 15 for number in range(4)}
-
-
-def test_judge_that_ends_during_a_program_raises(sandbox):
+def test_judge_that_ends_raises(sandbox):
     program = "import time\ndef f(x):\n    time.sleep(x)\n    return 1"
-    with closing(Judge(sandbox)) as judge, pytest.raises(JudgeEndedError):
-        threading.Timer(0.3, judge.process.kill).start()
-        run_in(sandbox, judge, program, "assert f(0) == 1", "assert f(0.6) == 1", limits=Limits())
+    with closing(Judge(sandbox)) as judge:
+        timer = threading.Timer(0.3, judge.process.kill)
+        timer.start()
+        with pytest.raises(JudgeEndedError):
+            run_in(sandbox, judge, program, "assert f(0) == 1", "assert f(1.5) == 1", limits=Limits())
+        timer.join()
+        with pytest.raises(JudgeEndedError):  # and it stays gone
+            run_in(sandbox, judge, program, "assert f(0)")
 
 
-def test_judge_that_is_gone_raises(sandbox):
-    judge = Judge(sandbox)
-    judge.close()
-    with pytest.raises(JudgeEndedError):
-        run_in(sandbox, judge, "def f(): return 1", "assert f()")
-
-
-@pytest.mark.parametrize("plain", [False, True])
 def test_tests_can_have_annotations(run, plain):
     program = "class Node: pass\ndef f(n): return n"
     annotated = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
@@ -596,7 +563,6 @@ def test_tests_can_have_annotations(run, plain):
     assert reasons(run(program, f"{annotated}{test}", plain=plain)) == ["passed"]
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_random_kills_fail_no_program(sandbox, monkeypatch, plain):
     chosen, start = random.Random(0), sandbox.start
     local = LocalSandbox(sandbox, sandbox)
@@ -639,18 +605,6 @@ def test_programs_leave_nothing_to_the_next(run):
     assert reasons(
         run(second, "assert f() == (False, False, [])\nimport math\nassert not hasattr(math, 'changed')")
     ) == ["passed"]
-
-
-def test_programs_can_import_packages(run, judge):
-    program = """
-import numpy as np
-def f(): return [np.int64(3), np.float64(0.5), np.bool_(True), np.float32(0.5)]
-def g(): return np.arange(3)
-"""
-    asserts = ["assert f() == [3, 0.5, True, 0.5]", "assert g().tolist() == [0, 1, 2]"]
-    assert "raised ModuleNotFoundError" in run(program, *asserts)[0].reason
-    with_packages = Bubblewrap(packages=[Path(np.__file__).parents[1]])
-    assert reasons(run_in(with_packages, judge, program, *asserts, limits=Limits())) == ["passed"] * 2
 
 
 def test_run_functions_works_without_isolation():

@@ -96,7 +96,7 @@ def test_watch_counts_threads(sandbox: Bubblewrap, threads: int, wanted: str) ->
 
 
 def test_watch_does_not_call_waiting_for_a_busy_partner_idle(sandbox: Bubblewrap) -> None:
-    limits = Limits(cpu_seconds=2, wall_seconds=100, idle_seconds=0.5)
+    limits = Limits(cpu_seconds=1, wall_seconds=100, idle_seconds=0.5)
     with started(sandbox, SLEEP, limits) as waiting, started(sandbox, BUSY, limits) as partner:
         found: list[str | None] = []
         thread = threading.Thread(target=lambda: found.append(watched(waiting, limits, partner)))

@@ -127,6 +127,11 @@ def test_verl_calls_it():
 # ---- the real data
 
 
+@pytest.fixture(params=FILES)
+def name(request):
+    return request.param
+
+
 @pytest.fixture(params=["sample", pytest.param("all", marks=pytest.mark.slow)])
 def some_rows(request, name):
     rows = problems(name)
@@ -139,7 +144,6 @@ def _accepted(grader, cases):
     return [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.success]
 
 
-@pytest.mark.parametrize("name", FILES)
 def test_every_gold_answer_scores_1_in_its_solution(name, grader):
     rows = problems(name)
     assert len(rows) == ROWS[name]
@@ -149,7 +153,6 @@ def test_every_gold_answer_scores_1_in_its_solution(name, grader):
     assert _accepted(grader, cases) == cases
 
 
-@pytest.mark.parametrize("name", FILES)
 def test_math_verify_agrees_with_the_gold_answers(some_rows):
     # Asked directly: `compare` takes equal texts for equal answers without it.
     golds = sorted({row.gold for row in some_rows})
@@ -190,7 +193,6 @@ def _redrawn(gold):
         yield re.sub(r"_(\w)\b|_\{(\w)\}", r"_{\\text{\1\2}}", latex)
 
 
-@pytest.mark.parametrize("name", FILES)
 def test_a_gold_answer_in_other_words_or_looks_scores_1(some_rows):
     forms = [(form, row) for row in some_rows for form in (*_rewritten(row.gold), *_redrawn(row.gold))]
     assert len(forms) >= 5 * len(some_rows)
@@ -198,14 +200,12 @@ def test_a_gold_answer_in_other_words_or_looks_scores_1(some_rows):
     assert _accepted(MathGrader(), cases) == cases
 
 
-@pytest.mark.parametrize("name", FILES)
 def test_spoiled_answers_score_0(some_rows):
     cases = [(row.solved("boxed", wrong), row.gold) for row in some_rows for wrong in spoiled(row.gold)]
     assert len(cases) > 10 * len(some_rows)
     assert _accepted(MathGrader(), cases) == []
 
 
-@pytest.mark.parametrize("name", FILES)
 def test_no_answer_or_one_in_passing_scores_0(some_rows, grader):
     cases = []
     for row in some_rows:
