@@ -108,8 +108,9 @@ def test_time_is_linear_in_the_text(part, answer_format):
 
 
 def test_instructions_show_the_format():
-    for answer_format, mark in {"boxed": r"\boxed{}", "hash": "####", "tag": "<answer></answer>"}.items():
-        assert mark in INSTRUCTIONS[answer_format]
+    assert r"\boxed{}" in INSTRUCTIONS["boxed"]
+    assert "####" in INSTRUCTIONS["hash"]
+    assert "<answer></answer>" in INSTRUCTIONS["tag"]
 
 
 @pytest.mark.parametrize("use", [lambda name: final_answer("72", name), FormatReward])

@@ -74,7 +74,7 @@ def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int)
     return different, rejected, len(cases)
 
 
-@pytest.mark.parametrize("share", [15, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.slow)])
 def test_real_solutions_pass(share):
     problems = datasets.humaneval() + datasets.mbpp()
     assert len(problems) == 164 + 500
@@ -166,15 +166,13 @@ def test_a_copy_of_a_grader_works(grader):
     copy.close()
 
 
-def test_a_forked_process_makes_judges_of_its_own(grader):
+def test_a_daemonic_forked_process_makes_judges_of_its_own(grader):
     assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
-    program = fresh()
-    queue = multiprocessing.get_context("fork").Queue()
+    program, context = fresh(), multiprocessing.get_context("fork")
+    queue = context.Queue()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = multiprocessing.get_context("fork").Process(
-            target=lambda: queue.put(grader(["p"], [program], tests=[DOUBLE]))
-        )
+        child = context.Process(target=lambda: queue.put(grader(["p"], [program], tests=[DOUBLE])), daemon=True)
         child.start()
     assert queue.get(timeout=30) == [1.0]
     child.join(30)
@@ -210,13 +208,6 @@ class Trouble:
 
 def troubled(sandbox: Any, wall_seconds: float = 3.0, **options: Any) -> CodeGrader:
     return CodeGrader(limits=Limits(wall_seconds=wall_seconds), workers=2, sandbox=sandbox, **options)
-
-
-def test_grade_tests_again_after_failures_of_the_machine():
-    sandbox = Trouble(calls=3)
-    verdicts = troubled(sandbox).grade([RIGHT, WRONG], tests=[DOUBLE] * 2)
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0]
-    assert len(sandbox.programs) == 5
 
 
 def test_one_program_that_cannot_be_tested_costs_its_neighbours_nothing():

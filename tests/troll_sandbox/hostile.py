@@ -16,10 +16,7 @@ os.closerange(3, 64)
 
 #: Attacks on the machine: its processes, memory and disk.
 ON_THE_MACHINE = {
-    "fork bomb": """
-refused(*[os.fork] * 20)
-os.abort()
-""",
+    "fork bomb": "refused(*[os.fork] * 20)\nos.abort()",
     "process by system call": """
 numbers = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}[os.uname().machine]
 for number in numbers:
@@ -104,15 +101,8 @@ while True:
     if count > 1000000:
         breach()
 """,
-    "deep folders": """
-while True:
-    os.mkdir("d" * 200)
-    os.chdir("d" * 200)
-""",
-    "endless output": """
-while True:
-    os.write(1, b"x" * 65536)
-""",
+    "deep folders": "while True:\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)",
+    "endless output": "while True: os.write(1, b'x' * 65536)",
     "endless output that catches every exception": """
 while True:
     try:
@@ -120,14 +110,8 @@ while True:
     except BaseException:
         pass
 """,
-    "endless errors": """
-while True:
-    os.write(2, b"x" * 65536)
-""",
-    "sparse output": """
-os.ftruncate(1, 1 << 40)
-breach()
-""",
+    "endless errors": "while True: os.write(2, b'x' * 65536)",
+    "sparse output": "os.ftruncate(1, 1 << 40)\nbreach()",
     "inode bomb": """
 count = 0
 def bomb(make):
@@ -168,9 +152,7 @@ if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
 for size in (1 << 21, 1 << 30):
     refused(lambda: mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000), number=1)
 """,
-    "big pipes": """
-refused(*[lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)] * 20)
-""",
+    "big pipes": "refused(*[lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)] * 20)",
     "queued signals": """
 signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 sent = 0
@@ -364,11 +346,7 @@ for pid in (os.getppid(), 1, -1, 0):
 """,
     "killing all others": "os.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nraise SystemExit(1)",
     "interrupting the parent": "os.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
-    "daemonising": """
-refused(os.setsid, os.fork, os.setsid, os.fork)
-while True:
-    pass
-""",
+    "daemonising": "refused(os.setsid, os.fork, os.setsid, os.fork)\nwhile True: pass",
     "nested namespaces": """
 for flags in (0x10000000, 0x00020000, 0x10020000, 0x40000000, 0x20000000):
     if libc.unshare(flags) == 0:
@@ -383,10 +361,7 @@ for number in list(range(424, 434)) + [438, 440, 442, 443, 447, 448, *range(451,
     if libc.syscall(number, 0, 0, 0, 0, 0, 0) >= 0:
         breach(number)
 """,
-    "system calls of another architecture": """
-if libc.syscall(0x40000000 + 39) > 0:
-    breach()
-""",
+    "system calls of another architecture": "if libc.syscall(0x40000000 + 39) > 0: breach()",
     "tracing the runner": """
 buffer = ctypes.create_string_buffer(16)
 class Vector(ctypes.Structure):

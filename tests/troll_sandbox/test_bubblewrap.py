@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
+from tests.troll_sandbox.processes import (
+    PARENT,
+    needs_bubblewrap,
+    only_program,
+    reason,
+    running,
+    wait_until,
+    wait_until_gone,
+)
 from troll_sandbox import bubblewrap
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.errors import SandboxError
@@ -26,18 +33,6 @@ from troll_sandbox.system import System, system
 pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
-
-#: Runs a program that sleeps; the test sends a signal to this process.
-PARENT = """
-import signal, sys, warnings
-from troll_sandbox.bubblewrap import Bubblewrap
-from troll_sandbox.limits import Limits
-from troll_sandbox.stream_runs import run_stdio
-warnings.simplefilter("ignore")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may have inherited that it is ignored
-limits = Limits(idle_seconds=50, output_bytes=int(sys.argv[1]))
-run_stdio(Bubblewrap(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
-"""
 
 
 @pytest.fixture
@@ -97,8 +92,8 @@ def test_bubblewrap_refuses_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) 
 def test_packages_can_be_imported_but_not_changed(tmp_path: Path) -> None:
     (tmp_path / "given.py").write_text("three = 3\n")
     program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
-    (outcome,) = run_stdio(Bubblewrap(packages=[tmp_path]), program, [""], ["3"], LIMITS)
-    assert outcome.reason.startswith("raised OSError: [Errno 30] Read-only file system")
+    found = reason(Bubblewrap(packages=[tmp_path]), program, limits=LIMITS)
+    assert found.startswith("raised OSError: [Errno 30] Read-only file system")
     assert (tmp_path / "given.py").read_text() == "three = 3\n"
     with pytest.raises(SandboxError, match="not a folder"):
         Bubblewrap(packages=[tmp_path / "given.py"])
@@ -136,8 +131,7 @@ print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.gl
 [] ['null', 'stdin', 'urandom', 'zero'] 65534 /tmp sandbox
 []
 0 True"""
-    (outcome,) = run_stdio(sandbox, program, [""], [expected], LIMITS)
-    assert outcome.reason == "passed"
+    assert reason(sandbox, program, "", expected, LIMITS) == "passed"
 
 
 def test_bubblewrap_shows_all_of_usr_with_a_warning_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +146,7 @@ def test_bubblewrap_shows_all_of_usr_with_a_warning_if_needed(monkeypatch: pytes
     with pytest.warns(RuntimeWarning, match="all of /usr"):
         sandbox = Bubblewrap()
     program = "import os\nprint(os.path.exists('/usr/bin/env'))"
-    assert run_stdio(sandbox, program, [""], ["True"], LIMITS)[0].passed
+    assert reason(sandbox, program, "", "True", LIMITS) == "passed"
 
 
 def inside(process: Process) -> Path:
@@ -215,7 +209,7 @@ def test_bubblewrap_works_without_a_second_user(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "write_text", refusing)
     sandbox = Bubblewrap()
     assert maps == ["uid_map", "gid_map"]  # at the first trial only
-    assert run_stdio(sandbox, "import os\nprint(os.getuid())", [""], ["65534"], LIMITS)[0].passed
+    assert reason(sandbox, "import os\nprint(os.getuid())", "", "65534", LIMITS) == "passed"
 
 
 def test_kernel_bounds_threads_and_files(sandbox: Bubblewrap) -> None:
@@ -236,22 +230,7 @@ try:
 except OSError:
     print(threads, files)
 """
-    (outcome,) = run_stdio(sandbox, program, [""], ["99 255"], replace(LIMITS, threads=100, disk_bytes=1 << 20))
-    assert outcome.reason == "passed"
-
-
-def run_in_worker(results: multiprocessing.Queue[list[str]]) -> None:
-    outcomes = run_stdio(Bubblewrap(), "print(3)", ["", ""], ["3", "3"], LIMITS)
-    results.put([outcome.reason for outcome in outcomes])
-
-
-def test_bubblewrap_works_in_a_daemonic_worker() -> None:
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue[list[str]] = context.Queue()
-    worker = context.Process(target=run_in_worker, args=(results,), daemon=True)
-    worker.start()
-    assert results.get(timeout=60) == ["passed", "passed"]
-    worker.join()
+    assert reason(sandbox, program, "", "99 255", replace(LIMITS, threads=100, disk_bytes=1 << 20)) == "passed"
 
 
 def program_of(pid: int) -> str:
@@ -265,9 +244,11 @@ def program_of(pid: int) -> str:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
     mark = 3_000_000 + os.getpid() % 100_000 * 10 + without_isolation * 2 + (number == signal.SIGINT)
-    command = [sys.executable, "-c", PARENT, str(mark), str(without_isolation)]
+    command = [sys.executable, "-c", PARENT, "bubblewrap", "Bubblewrap", str(mark), str(without_isolation)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
+    parent = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, env=environment
+    )
     # Waits until bubblewrap has started the script: if its parent is killed earlier, bwrap never ends.
     wait_until(lambda: any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")), 60)
     os.killpg(parent.pid, number)
@@ -277,17 +258,17 @@ def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation:
 
 
 def test_run_without_isolation_keeps_the_limits(open_sandbox: Bubblewrap) -> None:
-    def reason(program: str) -> str:
-        return run_stdio(open_sandbox, program, ["1"], ["3"], LIMITS)[0].reason
+    def found(program: str) -> str:
+        return reason(open_sandbox, program, "1", limits=LIMITS)
 
-    assert reason("print(2 + int(input()))") == "passed"
-    assert reason("while True: pass") == "time limit"
-    assert reason("import time\ntime.sleep(100)") == "idle limit"
-    assert reason("x = bytearray(1 << 40)") == "memory limit"
+    assert found("print(2 + int(input()))") == "passed"
+    assert found("while True: pass") == "time limit"
+    assert found("import time\ntime.sleep(100)") == "idle limit"
+    assert found("x = bytearray(1 << 40)") == "memory limit"
     threads = "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
-    assert reason(f"import threading, time\nthreading.stack_size(1 << 16)\n{threads}") == "thread limit"
-    assert reason("import os\nos.fork()").startswith("raised PermissionError")
-    assert reason("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
+    assert found(f"import threading, time\nthreading.stack_size(1 << 16)\n{threads}") == "thread limit"
+    assert found("import os\nos.fork()").startswith("raised PermissionError")
+    assert found("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
 
 
 def test_run_without_isolation_leaves_no_folder(open_sandbox: Bubblewrap) -> None:
@@ -302,4 +283,4 @@ def test_run_without_isolation_leaves_no_folder(open_sandbox: Bubblewrap) -> Non
 def test_attacks_succeed_without_isolation(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
     source = HOSTILE[name].replace("$SECRET", str(tmp_path / "secret"))
-    assert run_stdio(open_sandbox, source, [""], ["breach"], LIMITS)[0].passed
+    assert reason(open_sandbox, source, "", "breach", LIMITS) == "passed"

@@ -352,7 +352,7 @@ def test_fusion_refuses_wrong_addresses(server):
 
 
 def test_code_grader_survives_the_loss_of_the_server(server):
-    grader = CodeGrader(sandbox=server.url, limits=Limits(wall_seconds=0.5))
+    grader = CodeGrader(sandbox=server.url, limits=Limits(wall_seconds=2.0))
     tests = [json.dumps(DOUBLE), json.dumps(SUM)]
     assert grader(["p"] * 2, ["def double(x): return 2 * x", ADD], tests=tests) == [1.0, 1.0]
     copy = pickle.loads(pickle.dumps(grader))

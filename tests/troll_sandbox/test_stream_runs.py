@@ -9,7 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.troll_sandbox.processes import needs_bubblewrap, running, start_at_the_third_attempt_only, tried_again
+from tests.troll_sandbox.processes import (
+    needs_bubblewrap,
+    reason,
+    running,
+    start_at_the_third_attempt_only,
+    tried_again,
+)
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, StreamTests, Tests
 from troll_sandbox.errors import SandboxError
@@ -21,12 +27,6 @@ pytestmark = needs_bubblewrap
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 SIXTEEN = "0123456789abcde\n"
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
-
-
-def reason(sandbox: Bubblewrap, program: str, text: str = "", expected: str = "3", limits: Limits = LIMITS) -> str:
-    (outcome,) = run_stdio(sandbox, program, [text], [expected], limits)
-    assert outcome.passed == (outcome.reason == "passed")
-    return outcome.reason
 
 
 def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
@@ -51,13 +51,7 @@ def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
         ("if __name__ == '__main__':\n    print(3)", "passed"),
         ("import sys\nprint(3)\nprint('noise', file=sys.stderr)", "passed"),
         ("import __main__\nx = 3\nprint(__main__.x)", "passed"),
-        ("import asyncio\nasync def main():\n    print(3)\nasyncio.run(main())", "passed"),
-        ("import tempfile\nwith tempfile.TemporaryFile() as file:\n    print(3)", "passed"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 3\nprint(A().x)", "passed"),
-        (
-            "import sys\nsys.setrecursionlimit(10**6)\nf = lambda n: n and f(n - 1)\nprint(3 + f(20000))",
-            "passed",
-        ),
         ("file = open(1, 'w', closefd=False)\nfile.write('3')", "passed"),
         ("import io, sys\nprint(3)\nsys.stdout = io.StringIO()", "passed"),
         ("import os, sys\nsys.stdout = os.fdopen(1, 'w', 100)\nprint(3)", "passed"),
@@ -76,7 +70,7 @@ def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
     ],
 )
 def test_run_stdio_reports_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
-    assert reason(sandbox, program) == wanted
+    assert reason(sandbox, program, limits=LIMITS) == wanted
 
 
 QUIET = "try:\n    print('x' * 2000, flush=True)\nexcept OSError:\n    import os\n    os._exit(0)"
@@ -127,7 +121,7 @@ def test_run_stdio_keeps_each_limit(sandbox: Bubblewrap, program: str, limits: d
     ids=["digits", "digits in the source", "megabytes", "long source", *["characters"] * 5],
 )
 def test_run_stdio_takes_any_text(sandbox: Bubblewrap, program: str, text: str, expected: str, wanted: str) -> None:
-    assert reason(sandbox, program, text, expected) == wanted
+    assert reason(sandbox, program, text, expected, LIMITS) == wanted
 
 
 DEPTH = """
@@ -143,7 +137,7 @@ print(Caller()(100_000) + cached(100_000) + max(map(lambda n: Caller()(n), [100_
 
 
 def test_recursion_is_bounded_only_by_memory(sandbox: Bubblewrap) -> None:
-    assert reason(sandbox, DEPTH, expected="300000", limits=Limits()) == "passed"
+    assert reason(sandbox, DEPTH, expected="300000") == "passed"
     unasked = "def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))"
     assert reason(sandbox, unasked, expected="20000") == "passed"
     caught = "def f(n): return f(n + 1)\ntry:\n    f(0)\nexcept RecursionError:\n    print(3)"
@@ -172,7 +166,7 @@ held = bytearray(200 << 20)
 thread.join()
 assert threading.stack_size() == {size}
 """
-    assert reason(sandbox, program, limits=Limits()) == "passed"
+    assert reason(sandbox, program) == "passed"
 
 
 def test_thread_stacks_leave_the_memory_to_the_program(sandbox: Bubblewrap) -> None:
@@ -190,7 +184,7 @@ held = bytearray(b"x") * (200 << 20)
 [thread.join() for thread in threads]
 print(3)
 """
-    assert reason(sandbox, program, limits=Limits()) == "passed"
+    assert reason(sandbox, program) == "passed"
 
 
 #: Raises the bound on address space by all that is for stacks.
@@ -221,9 +215,9 @@ def test_tests_leave_no_files_to_the_next(sandbox: Bubblewrap) -> None:
 
 def test_tests_after_a_killed_one_are_not_run(sandbox: Bubblewrap) -> None:
     program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
-    for killed, reason in (("1", "idle limit"), ("2", "time limit")):
+    for killed, why in (("1", "idle limit"), ("2", "time limit")):
         outcomes = run_stdio(sandbox, program, ["0", killed, "3"], ["3"] * 3, LIMITS)
-        assert [outcome.reason for outcome in outcomes] == ["passed", reason, "not run"]
+        assert [outcome.reason for outcome in outcomes] == ["passed", why, "not run"]
 
 
 def test_crash_fails_only_one_test(sandbox: Bubblewrap) -> None:

@@ -15,8 +15,8 @@ Tree = tuple  # ("number", 3), ("symbol", "x"), ("constant", "pi"), (head, *tree
 
 _SYMBOLS = "abkmnprstvwxyzhlg"  # without d, which is a differential before another letter
 _GREEK = {"θ": r"\theta", "α": r"\alpha", "β": r"\beta", "λ": r"\lambda"}
-_LOOKS = (r"\mathbf{%s}", r"\boldsymbol{%s}", r"\bm{%s}")
-_LOOKS += (r"\textcolor{red}{%s}", r"{\color{blue}%s}", r"\underline{%s}")
+_LOOKS = [r"\mathbf{%s}", r"\boldsymbol{%s}", r"\bm{%s}"]
+_LOOKS += [r"\textcolor{red}{%s}", r"{\color{blue}%s}", r"\underline{%s}"]
 _E = ("e", r"\mathrm{e}", r"{\rm e}", r"\operatorname{e}", r"\text{e}")
 
 
@@ -139,6 +139,9 @@ class Printer:
     def parentheses(self, text: str) -> str:
         return f"({text})"
 
+    def quotient(self, over: Tree, under: Tree) -> str:
+        return f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
+
     def function(self, name: str, part: Tree) -> str:
         return f"{name}({self._text(part)})"
 
@@ -217,7 +220,7 @@ class Unicode(Latex):
 
     def quotient(self, over: Tree, under: Tree) -> str:
         vulgar = {(("number", 3), ("number", 4)): "¾", (("number", 2), ("number", 3)): "⅔"}
-        return vulgar.get((over, under)) or f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
+        return vulgar.get((over, under)) or Printer.quotient(self, over, under)
 
     def power(self, base: Tree, exponent: Tree) -> str:
         return f"{self._text(base)}{str(exponent[1]).translate(self._SUPERSCRIPTS)}"
@@ -235,9 +238,6 @@ class Program(Printer):
 
     def product(self, first: Tree, second: Tree) -> str:
         return f"{self.grouped(first, _COMPOUND)}*{self.grouped(second, _COMPOUND)}"
-
-    def quotient(self, over: Tree, under: Tree) -> str:
-        return f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
 
     def power(self, base: Tree, exponent: Tree) -> str:
         return f"{self._text(base)}{self.random.choice(('**', '^'))}{self._text(exponent)}"

@@ -131,7 +131,7 @@ def _unions(low, gap, left, right_bracket, random):
     union = rf"(-\infty, {low}{left} \cup {right_bracket}{high}, \infty)"
     first = f"x {_SIGNS[left]} {low}"
     second = rf"x {_SIGNS[right_bracket].replace('<', '>').replace('le', 'ge')} {high}"
-    words = (r"\text{ or }", " or ", r" \lor ", r" \vee ", ", ", r" \cup ", r"\text{ or }")
+    words = (r"\text{ or }", " or ", r" \lor ", r" \vee ", ", ", r" \cup ")
     joined = [word.join(random.sample([first, second], 2)) for word in words]
     other = first.replace(str(low), str(low - 1))
     narrower = rf"{first.replace('x', 'y')} \text{{ or }} {second}"
