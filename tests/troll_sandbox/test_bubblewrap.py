@@ -167,10 +167,6 @@ def started(sandbox: Bubblewrap) -> Iterator[Process]:
     os.close(write)
 
 
-def test_sandbox_stays_in_the_process_group_that_end_kills(started: Process) -> None:
-    assert os.getpgid(int(inside(started).name)) == started.pid
-
-
 def test_killed_tells_a_kill_from_an_exit(started: Process, sandbox: Bubblewrap) -> None:
     assert not started.killed(0.05)
     os.kill(int(inside(started).name), signal.SIGKILL)
@@ -181,12 +177,11 @@ def test_killed_tells_a_kill_from_an_exit(started: Process, sandbox: Bubblewrap)
     assert ended.end() > 0  # its CPU time is still known
 
 
-def test_sandbox_is_the_first_that_the_kernel_kills(started: Process) -> None:
-    assert (inside(started) / "oom_score_adj").read_text() == "1000\n"
-
-
-def test_programs_have_no_capability_and_another_user(started: Process) -> None:
-    status = dict(line.split(":\t", 1) for line in (inside(started) / "status").read_text().splitlines())
+def test_programs_have_no_capability_another_user_and_their_launchers_group(started: Process) -> None:
+    first = inside(started)
+    assert os.getpgid(int(first.name)) == started.pid  # the group that `end` kills
+    assert (first / "oom_score_adj").read_text() == "1000\n"  # the first that the kernel kills
+    status = dict(line.split(":\t", 1) for line in (first / "status").read_text().splitlines())
     for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
         assert int(status[name], 16) == 0, name
     assert status["NoNewPrivs"] == "1"

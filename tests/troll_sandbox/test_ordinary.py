@@ -28,16 +28,6 @@ threads = [threading.Thread(target=add) for _ in range(3)]
 [thread.join() for thread in threads]
 print(total)
 """,
-    "a deep stack in a thread": """
-import sys, threading
-threading.stack_size(64 << 20)
-sys.setrecursionlimit(10**6)
-def depth(n):
-    return 1 + depth(n - 1) if n else 0
-thread = threading.Thread(target=lambda: print(depth(50_000) // 50_000 + 2))
-thread.start()
-thread.join()
-""",
     "an executor": """
 from concurrent.futures import ThreadPoolExecutor, as_completed
 with ThreadPoolExecutor(8) as pool:
