@@ -176,6 +176,8 @@ def test_workers_that_are_killed(pool):
     assert _is_right()
     for pid in _processes(pool):  # its child serves on
         os.kill(pid, signal.SIGKILL)
+    assert _is_right()
+    pool.stop()
 
 
 @pytest.mark.slow
