@@ -10,23 +10,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+_SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Add, ast.Sub)]
 FLIPPED: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.FloorDiv,
-    ast.Mod: ast.FloorDiv,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
+    **dict(_SWAPPED),
+    **{second: first for first, second in _SWAPPED},
+    **{ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.FloorDiv, ast.Mod: ast.FloorDiv},
+    **{ast.And: ast.Or, ast.Or: ast.And},
 }
 
 

@@ -95,25 +95,10 @@ def test_tag(text, answer):
 @pytest.mark.parametrize("answer_format", INSTRUCTIONS)
 @pytest.mark.parametrize(
     "part",
-    [
-        *(
-            "{",
-            "}",
-            "\\",
-            "$",
-            " ",
-            "\n",
-            "#",
-            "<",
-            "\\boxed",
-            "\\boxed ",
-            "\\boxed{",
-            "\\boxed{}",
-            "\\boxed{\\boxed{1}}",
-        ),
-        *("#### ", "####\n", "<answer>", "</answer>", "<answer></answer>", "$\\boxed{", "\\boxed{a}$\\"),
-    ],
-)
+    ["{", "}", "\\", "$", " ", "\n", "#", "<", "\\boxed", "\\boxed ", "\\boxed{", "\\boxed{}",
+     "\\boxed{\\boxed{1}}", "#### ", "####\n", "<answer>", "</answer>", "<answer></answer>", "$\\boxed{",
+     "\\boxed{a}$\\"],
+)  # fmt: skip
 def test_time_is_linear_in_the_text(part, answer_format):
     text = part * (200_000 // len(part))
     start = time.process_time()
@@ -123,8 +108,7 @@ def test_time_is_linear_in_the_text(part, answer_format):
 
 
 def test_instructions_show_the_format():
-    assert set(INSTRUCTIONS) == {"boxed", "hash", "tag"}
-    assert INSTRUCTIONS["boxed"] == r"Reason step by step, and put the final answer in \boxed{}."
+    assert r"\boxed{}" in INSTRUCTIONS["boxed"]
     assert "####" in INSTRUCTIONS["hash"]
     assert "<answer></answer>" in INSTRUCTIONS["tag"]
 

@@ -37,31 +37,26 @@ def test_blocks_in_another_language_are_no_program(info: str) -> None:
     assert program_in(f"```python\nx = 1\n```\n```{info}\n{F}```\n") == "x = 1\n"
 
 
+IN_A_TEXT = 'def f(x):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return x + 1\n'
+DRAFT = "def f(x):\n    return helper(x)\n\nprint(f(1))\nassert f(1) == 3\n"
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "program"),
     [
-        f"```python\n{F}```\nOutput:\n```\n2\nand much more text than there was before it\n```",
-        f"```\n2\nand much more text than there was before it\n```\n```python\n{F}```",
-        f"```python\n{F}```\nExample:\n```python\n>>> f(1)\n2\n>>> def f(x): pass\n```",
-        f"```\n{F}```\nExample:\n```python\nprint(f(1), f(2), f(3), f(4), f(5), f(6), f(7))\n```",
-        f"```f(1)``` is tested.\n```python\n{F}```",
-        f"~~~python\n{F}~~~\n~~~\n```\n~~~",
+        (f"```python\n{F}```\nOutput:\n```\n2\nand much more text than there was before it\n```", F),
+        (f"```\n2\nand much more text than there was before it\n```\n```python\n{F}```", F),
+        (f"```python\n{F}```\nExample:\n```python\n>>> f(1)\n2\n>>> def f(x): pass\n```", F),
+        (f"```\n{F}```\nExample:\n```python\nprint(f(1), f(2), f(3), f(4), f(5), f(6), f(7))\n```", F),
+        (f"```f(1)``` is tested.\n```python\n{F}```", F),
+        (f"~~~python\n{F}~~~\n~~~\n```\n~~~", F),
+        (f"```python\n{IN_A_TEXT}```\nThat is all.", IN_A_TEXT),
+        (f"~~~~python\n{F}~~~\n```\n~~~~", f"{F}~~~\n```\n"),
+        (fenced(DRAFT, F, "print(f(1))\nassert f(1) == 2\n"), F),
     ],
 )
-def test_the_block_that_is_marked_or_defines_what_is_tested(text: str) -> None:
-    assert program_in(text) == F
-
-
-def test_a_fence_in_a_text_of_the_program_ends_no_block() -> None:
-    program = 'def f(x):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return x + 1\n'
-    assert program_in(f"```python\n{program}```\nThat is all.") == program
-    assert program_in(f"~~~~python\n{F}~~~\n```\n~~~~") == f"{F}~~~\n```\n"
-
-
-def test_a_corrected_block_follows_its_draft() -> None:
-    draft = "def f(x):\n    return helper(x)\n\nprint(f(1))\nassert f(1) == 3\n"
-    assert program_in(fenced(draft, F, "print(f(1))\nassert f(1) == 2\n")) == F
-    assert program_in(fenced("n = int(input())\nprint(n + 1)\n", READS, "print(7)\n"), (), True) == READS
+def test_the_block_that_is_marked_or_defines_what_is_tested(text: str, program: str) -> None:
+    assert program_in(text) == program
 
 
 @pytest.mark.parametrize(
@@ -96,6 +91,7 @@ def test_defines_ignores_other_uses_of_a_name(program: str) -> None:
         (("def unused(): pass\ndef unused_as_well(): pass\n", "print(0)\n"), 1),
         (("x = 1\n", "y = 2\n"), 1),
         (("total = 1 + 2\n", "y = 2\n"), 0),
+        (("n = int(input())\nprint(n + 1)\n", READS, "print(7)\n"), 1),  # the first is a draft
     ],
 )
 def test_which_block_is_a_whole_program(blocks: tuple[str, ...], chosen: int) -> None:

@@ -1,8 +1,8 @@
 import contextlib
 import json
 import math
+import multiprocessing
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -22,13 +22,14 @@ from tests.rewards.mutants import mutants, plain_run_passes
 from tests.troll_sandbox.processes import needs_bubblewrap, wait_until
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
-from troll_sandbox.errors import SandboxError, StarvedError
+from troll_sandbox.errors import SandboxError
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.supervise import _tree
 
 pytestmark = needs_bubblewrap
 
 DOUBLE = json.dumps({"asserts": ["assert double(2) == 4", "assert double(3) == 6", "assert double(0) == 0"]})
+RIGHT, WRONG = "def double(x): return 2 * x", "def double(x): return x"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,9 @@ def grader() -> Iterator[CodeGrader]:
         yield grader
 
 
-@pytest.fixture(scope="module")
-def partial_grader() -> Iterator[CodeGrader]:
-    with closing(CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0), partial_credit=True)) as grader:
-        yield grader
+def fresh(program: str = RIGHT) -> str:
+    """The program as no grader has seen it."""
+    return f"# {time.time_ns()}\n{program}"
 
 
 def fenced(program: str) -> str:
@@ -74,68 +74,44 @@ def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int)
     return different, rejected, len(cases)
 
 
-@pytest.fixture(scope="module")
-def default_grader() -> Iterator[CodeGrader]:
-    with closing(CodeGrader()) as grader:
-        yield grader
+@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.slow)])
+def test_real_solutions_pass(share):
+    problems = datasets.humaneval() + datasets.mbpp()
+    assert len(problems) == 164 + 500
+    with closing(CodeGrader()) as default:
+        assert failures(default, problems[::share]) == []
 
 
-def test_a_sample_of_the_real_solutions_passes(default_grader):
-    chosen = random.Random(0)
-    problems = chosen.sample(datasets.humaneval(), 10) + chosen.sample(datasets.mbpp(), 20)
-    assert failures(default_grader, problems) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", [datasets.humaneval, datasets.mbpp])
-def test_all_real_solutions_pass(default_grader, source):
-    problems = source()
-    assert len(problems) == {"humaneval": 164, "mbpp": 500}[source.__name__]
-    start = time.monotonic()
-    assert failures(default_grader, problems) == []
-    print(f"{source.__name__}: {len(problems)} programs in {time.monotonic() - start:.1f} s")
-
-
-def test_a_sample_of_mutants_gets_the_verdict_of_a_plain_run(grader):
-    chosen = random.Random(1)
-    problems = chosen.sample(datasets.humaneval(), 6) + chosen.sample(datasets.mbpp(), 10)
-    different, rejected, count = disagreements(grader, problems, per_program=1)
+@pytest.mark.parametrize(("share", "per_program"), [(40, 1), pytest.param(1, 4, marks=pytest.mark.slow)])
+def test_mutants_get_the_verdict_of_a_plain_run(grader, share, per_program):
+    problems = datasets.humaneval() + datasets.mbpp()
+    different, rejected, count = disagreements(grader, problems[::share], per_program)
     assert different == []
     assert rejected > count / 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", [datasets.humaneval, datasets.mbpp])
-def test_mutants_get_the_verdict_of_a_plain_run(grader, source):
-    different, rejected, count = disagreements(grader, source(), per_program=4)
-    print(f"{source.__name__}: {rejected} of {count} mutants rejected by both, {len(different)} disagreements")
-    assert different == []
-
-
-def test_the_score_is_the_share_of_passed_tests_and_the_reward_is_all_or_nothing(partial_grader):
-    completions = ["def double(x): return x * 2", "def double(x): return 4 if x == 2 else 0", "def double(x): return 1"]
-    verdicts = partial_grader.grade(completions, tests=[DOUBLE] * 3)
-    assert [verdict.score for verdict in verdicts] == pytest.approx([1, 2 / 3, 0])
-    assert verdicts[0] == Verdict(1.0, completions[0], "correct")
-    assert [verdict.reason for verdict in verdicts[1:]] == ["wrong answer", "wrong answer"]
-    assert partial_grader(["p"] * 3, completions, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
-
-
-def test_without_partial_credit_the_score_is_all_or_nothing(grader):
-    completions = ["def double(x): return x * 2", "def double(x): return 4 if x == 2 else 0", "def double(x): return 1"]
-    verdicts = grader.grade(completions, tests=[DOUBLE] * 3)
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.0]
-    assert [verdict.reason for verdict in verdicts] == ["correct", "wrong answer", "wrong answer"]
-    assert grader(["p"] * 3, completions, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
-    chats = [[{"role": "assistant", "content": fenced(text)}] for text in completions]
-    assert grader(["p"] * 3, chats, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
+@pytest.mark.parametrize(("partial", "share"), [(True, 2 / 3), (False, 0.0)])
+def test_the_score_is_a_share_only_with_partial_credit(partial, share):
+    completions = [RIGHT, "def double(x): return 4 if x == 2 else 0", "def double(x): return 1"]
+    with closing(CodeGrader(workers=2, partial_credit=partial)) as grader:
+        verdicts = grader.grade(completions, tests=[DOUBLE] * 3)
+        assert [verdict.score for verdict in verdicts] == pytest.approx([1, share, 0])
+        assert verdicts[0] == Verdict(1.0, RIGHT, "correct")
+        assert [verdict.reason for verdict in verdicts[1:]] == ["wrong answer"] * 2
+        chats = [[{"role": "assistant", "content": fenced(text)}] for text in completions]
+        for texts in (completions, chats):
+            assert grader(["p"] * 3, texts, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
+        tests = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})
+        programs = ["print(2 * int(input()))", "print(2)", "if __name__ == '__main__': print(int(input()) * 2)"]
+        verdicts = grader.grade(programs, tests=[tests] * 3)
+        assert [verdict.score for verdict in verdicts] == [1.0, 0.5 * partial, 1.0]
 
 
 def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
     grader = CodeGrader(workers=1)
     reward = passed_fraction(grader)
     assert (grader.__name__, reward.__name__) == ("success", "passed_fraction")
-    completions = [f"# {time.time_ns()}\ndef double(x): return 4", "def double(x): return 2 * x"]
+    completions = [fresh("def double(x): return 4"), RIGHT]
     assert grader(["p"] * 2, completions, tests=[DOUBLE] * 2) == [0.0, 1.0]
     monkeypatch.setattr(grader._executor, "run", None)
     assert reward(["p"] * 2, completions, tests=[DOUBLE] * 2) == pytest.approx([1 / 3, 1.0])
@@ -144,19 +120,12 @@ def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
     grader.close()
 
 
-def test_equal_programs_run_once(grader, monkeypatch):
-    submitted = []
-    run = grader._executor.run
-
-    def count(jobs):
-        submitted.extend(jobs)
-        return run(jobs)
-
-    monkeypatch.setattr(grader._executor, "run", count)
+def test_equal_programs_run_once():
+    sandbox = Trouble(calls=0)
     completions = [fenced("def double(x): return x + x"), "def double(x): return x + x\n"] * 3
-    other = json.dumps({"asserts": ["assert double(1) == 2"]})
-    grader.grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
-    assert len(submitted) == 2
+    other = json.dumps({"asserts": ["assert double(1) == 2"] * 3})
+    troubled(sandbox).grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
+    assert len(sandbox.programs) == 2
 
 
 def test_a_completion_may_continue_the_prefix(grader):
@@ -166,37 +135,24 @@ def test_a_completion_may_continue_the_prefix(grader):
     assert [verdict.success for verdict in verdicts] == [True, True, False]
 
 
-def test_tests_by_standard_input(partial_grader):
-    tests = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})
-    completions = ["print(2 * int(input()))", "print(2)", "if __name__ == '__main__': print(int(input()) * 2)"]
-    verdicts = partial_grader.grade(completions, tests=[tests] * 3)
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.5, 1.0]
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"tests": [DOUBLE, "assert f() == 1"]}, "row 1: tests take a JSON object"),
+        ({"tests": [{"asserts": ["assert f() == 1"]}, DOUBLE]}, "row 0: tests take a JSON object as text, got dict"),
+        ({}, "0 values for 2 completions"),
+    ],
+)
+def test_mistakes_of_the_user_name_the_row(grader, rows, message):
+    with pytest.raises(ValueError, match=message):
+        grader.grade(["x", "y"], **rows)
 
 
-def test_mistakes_of_the_user_name_the_row(grader):
-    with pytest.raises(ValueError, match="row 1: tests take a JSON object"):
-        grader.grade(["x", "y"], tests=[DOUBLE, "assert f() == 1"])
-    with pytest.raises(ValueError, match="row 0: tests take a JSON object as text, got dict"):
-        grader.grade(["x"], tests=[{"asserts": ["assert f() == 1"]}])
-    with pytest.raises(ValueError, match="0 values for 1 completions"):
-        grader.grade(["x"])
-    with pytest.raises(ValueError, match="workers"):
-        CodeGrader(workers=0)
-
-
-def test_grade_gives_every_completion_a_verdict(grader):
-    completions = [
-        "",
-        "```python\n```",
-        "no program at all",
-        "\x00",
-        "\ud800",
-        "```" * 10000,
-        "def f(" * 10000,
-        "x" * 2**21,
-        "def double(x):\n    while True: pass",
-    ]
-    verdicts = grader.grade([*completions, RIGHT], tests=[DOUBLE] * (len(completions) + 1))
+def test_grade_gives_every_completion_a_verdict():
+    completions = ["", "```python\n```", "no program at all", "\x00", "\ud800", "```" * 10000, "def f(" * 10000]
+    completions += ["x" * 2**21, "def double(x):\n    while True: pass"]
+    with closing(CodeGrader(limits=Limits(cpu_seconds=0.5), workers=2)) as grader:
+        verdicts = grader.grade([*completions, RIGHT], tests=[DOUBLE] * (len(completions) + 1))
     assert [verdict.score for verdict in verdicts] == [0.0] * len(completions) + [1.0]
     assert [verdict.reason for verdict in verdicts[:2]] == ["no program", "no program"]
     assert verdicts[-2].reason == "time limit"
@@ -204,40 +160,19 @@ def test_grade_gives_every_completion_a_verdict(grader):
 
 def test_a_copy_of_a_grader_works(grader):
     copy = pickle.loads(pickle.dumps(grader))
-    assert copy(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
+    assert copy(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
     copy.close()
-    assert copy(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
+    assert copy(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
     copy.close()
 
 
-def test_a_closed_grader_makes_no_sandbox_until_it_is_used(monkeypatch):
-    grader = CodeGrader(workers=1)
-    made = []
-    start = grader._executor._open
-
-    def count() -> None:
-        made.append(1)
-        start()
-
-    monkeypatch.setattr(grader._executor, "_open", count)
-    grader.close()
-    assert not made
-    assert grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
-    assert made == [1]
-    grader.close()
-
-
-def test_a_forked_process_makes_judges_of_its_own(grader):
-    import multiprocessing
-
-    assert grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
-    program = f"# {time.time_ns()}\ndef double(x): return 2 * x"
-    queue = multiprocessing.get_context("fork").Queue()
+def test_a_daemonic_forked_process_makes_judges_of_its_own(grader):
+    assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
+    program, context = fresh(), multiprocessing.get_context("fork")
+    queue = context.Queue()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = multiprocessing.get_context("fork").Process(
-            target=lambda: queue.put(grader(["p"], [program], tests=[DOUBLE]))
-        )
+        child = context.Process(target=lambda: queue.put(grader(["p"], [program], tests=[DOUBLE])), daemon=True)
         child.start()
     assert queue.get(timeout=30) == [1.0]
     child.join(30)
@@ -245,11 +180,11 @@ def test_a_forked_process_makes_judges_of_its_own(grader):
 
 
 def test_a_judge_that_ends_is_replaced(grader):
-    grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE])
+    grader(["p"], [RIGHT], tests=[DOUBLE])
     for judge in grader._executor._crew._sandbox._judges:
         judge.process.kill()
         judge.process.wait()
-    program = f"# {time.time_ns()}\ndef double(x): return 2 * x"
+    program = fresh()
     assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
 
 
@@ -271,18 +206,8 @@ class Trouble:
         return [Outcome("2 * x" in program, "passed" if "2 * x" in program else "wrong answer")] * 3
 
 
-RIGHT, WRONG = "def double(x): return 2 * x", "def double(x): return x"
-
-
 def troubled(sandbox: Any, wall_seconds: float = 3.0, **options: Any) -> CodeGrader:
     return CodeGrader(limits=Limits(wall_seconds=wall_seconds), workers=2, sandbox=sandbox, **options)
-
-
-def test_grade_tests_again_after_failures_of_the_machine():
-    sandbox = Trouble(calls=3)
-    verdicts = troubled(sandbox).grade([RIGHT, WRONG], tests=[DOUBLE] * 2)
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0]
-    assert len(sandbox.programs) == 5
 
 
 def test_one_program_that_cannot_be_tested_costs_its_neighbours_nothing():
@@ -297,13 +222,11 @@ def test_one_program_that_cannot_be_tested_costs_its_neighbours_nothing():
     assert passed_fraction(grader)(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("hopeless", [6, 16])
-def test_many_programs_that_cannot_be_tested_cost_their_neighbours_nothing(hopeless):
-    grader = troubled(Trouble(only="pass"), wall_seconds=2.5)
-    completions = [f"# {number}\npass" for number in range(hopeless)]
-    completions += [f"# {number}\n{RIGHT}" for number in range(16)]
+def test_many_programs_that_cannot_be_tested_cost_their_neighbours_nothing():
+    grader = troubled(Trouble(only="pass"), wall_seconds=1.5)
+    completions = [f"# {number}\npass" for number in range(16)] + [f"# {number}\n{RIGHT}" for number in range(16)]
     scores = [verdict.score for verdict in grader.grade(completions, tests=[DOUBLE] * len(completions))]
-    assert scores == [None] * hopeless + [1.0] * 16
+    assert scores == [None] * 16 + [1.0] * 16
 
 
 def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
@@ -313,21 +236,6 @@ def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
     assert {verdict.score for verdict in verdicts} == {None}
     assert 4 <= len(sandbox.programs) < 20
     assert {verdict.reason for verdict in verdicts} == {"unscored: no process is left"}
-
-
-def test_a_program_that_never_ends_is_judged_however_busy_the_machine_is():
-    calls = []
-
-    def starved(program: str, tests: Any, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
-        calls.append(program)
-        raise StarvedError("the machine is too busy")
-
-    grader = CodeGrader(limits=Limits(wall_seconds=0.1), workers=1, sandbox=starved)
-    programs = [f"{RIGHT} # {number}" for number in range(9)]
-    verdicts = grader.grade(programs, tests=[DOUBLE] * 9)
-    assert {(verdict.score, verdict.reason) for verdict in verdicts} == {(0.0, "time limit")}
-    assert len(set(calls)) == 9
-    assert len(calls) > 9  # the first time, others of the batch may have had the CPU
 
 
 def test_a_grader_that_cannot_start_again_leaves_its_batch_unscored(monkeypatch):
@@ -372,6 +280,8 @@ def test_a_function_is_a_sandbox_and_options_of_bubblewrap_are_none_of_its():
     ):
         with pytest.raises(ValueError, match="options of bubblewrap"):
             CodeGrader(sandbox=other, **options)
+    with pytest.raises(ValueError, match="workers"):
+        CodeGrader(workers=0)
 
 
 def started(process: int) -> str | None:
@@ -415,7 +325,7 @@ def test_a_program_that_was_interrupted_has_no_verdict_and_the_grader_goes_on(gr
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    program = f"# {time.time_ns()}\n{RIGHT}"
+    program = fresh()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", interrupt)
         grader.grade([program], tests=[DOUBLE])
@@ -430,7 +340,7 @@ def test_compute_score_raises_with_the_cause_of_an_unscored_completion(monkeypat
 
 
 def test_the_signature_of_verl():
-    right = compute_score("mbpp", fenced("def double(x): return 2 * x"), DOUBLE, {"index": 3}, unknown=1)
+    right = compute_score("mbpp", fenced(RIGHT), DOUBLE, {"index": 3}, unknown=1)
     assert right == {"score": 1.0, "acc": 1.0, "reason": "correct"}
     half = compute_score("mbpp", "def double(x): return 4", DOUBLE, partial=True)
     assert half["score"] == pytest.approx(1 / 3) and half["acc"] == 0.0

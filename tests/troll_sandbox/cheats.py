@@ -15,6 +15,15 @@ TESTS = [
     "try:\n    result = double(-4)\nexcept Exception:\n    raise AssertionError from None\nassert result == -8",
 ]
 
+NOTHING = "def double(x):\n    return 0\n"
+
+#: The program's side of the channel to the judge.
+PEER = """
+import gc, sys
+messages, peer = sys.modules["messages"], sys.modules["peer"]
+link = next(thing for thing in gc.get_objects() if type(thing) is peer.Peer)
+"""
+
 EVERYTHING = """
 class Everything:
     def anything(self, *args, **kwargs):
@@ -101,10 +110,8 @@ def f(own, form):
     ),
     "arguments that change between checks": (
         "assert f(2, map, type) == 4",
-        """
-import sys, gc
-peer = sys.modules["peer"]
-link = next(thing for thing in gc.get_objects() if type(thing) is peer.Peer)
+        PEER
+        + """
 class Changing:
     def __init__(self, *args):
         self.looks, self.args = 0, args
@@ -128,7 +135,8 @@ CHEATS = {
         f"a {base} that lies": lying(base)
         for base in ["int", "float", "str", "list", "dict", "set", "tuple", "frozenset", "complex", "bytes"]
     },
-    "patched builtins": """
+    "patched builtins": NOTHING
+    + """
 import builtins, math
 for name in dir(builtins):
     if not name.startswith("_") and callable(getattr(builtins, name)):
@@ -137,8 +145,6 @@ for name in dir(builtins):
         except Exception:
             pass
 math.isclose = lambda *args, **kwargs: True
-def double(x):
-    return 0
 """,
     "patched modules": """
 import math, builtins
@@ -152,7 +158,7 @@ def double(x):
     "hard exit before the tests": "import os\nos._exit(0)",
     "exit in the function": "import sys\ndef double(x):\n    sys.exit(0)",
     "hard exit in the function": "import os\ndef double(x):\n    os._exit(0)",
-    "exit at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef double(x):\n    return 0",
+    "exit at the end": NOTHING + "import atexit, os\natexit.register(os._exit, 0)",
     "an exception for every call": "def double(x):\n    raise AssertionError('passed')",
     "exceptions of every kind": """
 def double(x, kinds=iter((StopIteration, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, RecursionError,
@@ -170,7 +176,8 @@ def double(x):
 """,
     "catching everything": "def double(x):\n    try:\n        x.no\n    except BaseException:\n        return True",
     "ending every loop": "def double(x):\n    raise StopIteration",
-    "results on all descriptors": """
+    "results on all descriptors": NOTHING
+    + """
 import json, os
 lines = b"".join(json.dumps([True, "passed"]).encode() + b"\\n" for _ in range(100))
 for descriptor in range(64):
@@ -178,8 +185,6 @@ for descriptor in range(64):
         os.write(descriptor, lines)
     except OSError:
         pass
-def double(x):
-    return 0
 """,
     "answers of its own on the channel": """
 import os, sys
@@ -194,7 +199,7 @@ def double(x):
             pass
     return 0
 """,
-    "closing all descriptors": "import os\nos.closerange(0, 64)\ndef double(x):\n    return 0",
+    "closing all descriptors": NOTHING + "import os\nos.closerange(0, 64)",
     "reading the channel": """
 import os
 def double(x):
@@ -221,19 +226,16 @@ def double(x):
             return thing
     return 0
 """,
-    "a patched encoder": """
-import sys
-messages, peer = sys.modules["messages"], sys.modules["peer"]
+    "a patched encoder": PEER
+    + NOTHING
+    + """
 class Any(bytes):
     __eq__ = lambda *args: True
 peer.encode = messages.encode = lambda value, refer: Any(b"T\\0\\0\\0\\x04exec")
 peer.Peer._refer = lambda self, value: (True, 0)
-def double(x):
-    return 0
 """,
-    "code for the judge": """
-import sys
-peer = sys.modules["peer"]
+    "code for the judge": PEER
+    + """
 names = [b"exec", b"eval", b"type", b"compile", b"open", b"__import__", b"SystemExit", b"object", b"NoneType"]
 def encode(value, refer, calls=[0]):
     calls[0] += 1
@@ -243,17 +245,14 @@ def double(x):
     peer.encode = encode
     return 0
 """,
-    "references to the judge's objects": """
-import sys
-peer = sys.modules["peer"]
+    "references to the judge's objects": PEER
+    + """
 def double(x):
     peer.Peer._refer = lambda self, value: (True, 3)
     return object()
 """,
-    "operations on the judge": """
-import gc, sys
-peer = sys.modules["peer"]
-link = next(thing for thing in gc.get_objects() if type(thing) is peer.Peer)
+    "operations on the judge": PEER
+    + """
 def double(x):
     for operation in ("get", "set", "call", "run", "name", "has", "item"):
         for operands in ((), (0,), (print, b""), ("__class__", "__init__"), (double, link.pack(((4,), {})))):
@@ -283,12 +282,11 @@ def double(x):
     threading.Thread(target=later).start()
     return 0
 """,
-    "threads that do not end": """
+    "threads that do not end": NOTHING
+    + """
 import threading, time
 for _ in range(4):
     threading.Thread(target=time.sleep, args=(100,)).start()
-def double(x):
-    return 0
 """,
     "awaiting": "async def double(x):\n    return 4",
     "not a number": "def double(x):\n    return float('nan')",

@@ -8,49 +8,32 @@ from __future__ import annotations
 
 #: Tries to cancel the signal that ends it with its parent, and closes all descriptors.
 OUTLIVING = """
-import ctypes, os, time
-library = ctypes.CDLL(None)
-if library.prctl(1, 0, 0, 0, 0) == 0:
+if libc.prctl(1, 0, 0, 0, 0) == 0:
     breach()
-library.prctl(15, b"innocent", 0, 0, 0)
+libc.prctl(15, b"innocent", 0, 0, 0)
 os.closerange(3, 64)
 """
 
 #: Attacks on the machine: its processes, memory and disk.
 ON_THE_MACHINE = {
-    "fork bomb": """
-import os
-for _ in range(20):
-    try:
-        os.fork()
-        breach()
-    except OSError:
-        pass
-os.abort()
-""",
+    "fork bomb": "refused(*[os.fork] * 20)\nos.abort()",
     "process by system call": """
-import ctypes, os
 numbers = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}[os.uname().machine]
 for number in numbers:
-    if ctypes.CDLL(None).syscall(number, 17, 0, 0, 0, 0) >= 0:
+    if libc.syscall(number, 17, 0, 0, 0, 0) >= 0:
         breach(number)
 """,
     "running a program": """
-import os, subprocess
-for attempt in (
+import subprocess
+refused(
     lambda: subprocess.run(["/usr/bin/true"]),
     lambda: os.posix_spawn("/usr/bin/true", ["true"], {}),
     lambda: os.execv("/usr/bin/echo", ["echo", "breach"]),
     lambda: os.system("echo breach") and 1 / 0,
-):
-    try:
-        attempt()
-        breach()
-    except (OSError, ZeroDivisionError):
-        pass
+    errors=(OSError, ZeroDivisionError),
+)
 """,
     "thread bomb": """
-import threading, time
 threading.stack_size(32768)
 count = 0
 try:
@@ -70,7 +53,6 @@ while True:
         breach()
 """,
     "memory bomb in threads": """
-import threading
 def grow():
     blocks = []
     while True:
@@ -81,7 +63,6 @@ for _ in range(8):
     threading.Thread(target=grow).start()
 """,
     "memory in files without a name": """
-import os
 total = 0
 for index in range(1000):
     try:
@@ -93,14 +74,11 @@ if total:
     breach()
 """,
     "memory in shared segments": """
-import ctypes
-libc = ctypes.CDLL(None)
 for _ in range(64):
     if libc.shmget(0, 1 << 26, 0o1600) >= 0:
         breach()
 """,
     "disk filler": """
-import os
 for folder in ("/tmp", "/dev/shm", "/dev", "/", "/usr", "/inside", "/run", "/var/tmp"):
     written = 0
     for index in range(100):
@@ -115,7 +93,6 @@ for folder in ("/tmp", "/dev/shm", "/dev", "/", "/usr", "/inside", "/run", "/var
 os.abort()
 """,
     "many files": """
-import os
 os.mkdir("d")
 count = 0
 while True:
@@ -124,17 +101,8 @@ while True:
     if count > 1000000:
         breach()
 """,
-    "deep folders": """
-import os
-while True:
-    os.mkdir("d" * 200)
-    os.chdir("d" * 200)
-""",
-    "endless output": """
-import os
-while True:
-    os.write(1, b"x" * 65536)
-""",
+    "deep folders": "while True:\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)",
+    "endless output": "while True: os.write(1, b'x' * 65536)",
     "endless output that catches every exception": """
 while True:
     try:
@@ -142,18 +110,9 @@ while True:
     except BaseException:
         pass
 """,
-    "endless errors": """
-import os
-while True:
-    os.write(2, b"x" * 65536)
-""",
-    "sparse output": """
-import os
-os.ftruncate(1, 1 << 40)
-breach()
-""",
+    "endless errors": "while True: os.write(2, b'x' * 65536)",
+    "sparse output": "os.ftruncate(1, 1 << 40)\nbreach()",
     "inode bomb": """
-import os
 count = 0
 def bomb(make):
     global count
@@ -172,7 +131,6 @@ bomb(lambda name: open(name, "w").close())
 os.abort()
 """,
     "sync storm": """
-import os
 descriptors = [os.open(path, os.O_RDONLY) for path in (os.__file__, "/inside", "/tmp")]
 while True:
     os.sync()
@@ -181,43 +139,21 @@ while True:
         os.fdatasync(descriptor)
 """,
     "dropping cached pages of others": """
-import ctypes, mmap, os
 file = os.open(os.__file__, os.O_RDONLY)
-for attempt in (
+refused(
     lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED),
     lambda: mmap.mmap(file, 0, prot=mmap.PROT_READ).madvise(21),
     lambda: mmap.mmap(file, 0, prot=mmap.PROT_READ).madvise(20),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
-libc = ctypes.CDLL(None)
+)
 if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
     breach()
 """,
     "huge pages of the shared stock": """
-import mmap
 for size in (1 << 21, 1 << 30):
-    try:
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)
-        breach()
-    except OSError as error:
-        if error.errno != 1:
-            breach(error)
+    refused(lambda: mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000), number=1)
 """,
-    "big pipes": """
-import fcntl, os
-for _ in range(20):
-    try:
-        fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)
-        breach()
-    except OSError:
-        pass
-""",
+    "big pipes": "refused(*[lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)] * 20)",
     "queued signals": """
-import ctypes, os, signal, threading
 signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 sent = 0
 try:
@@ -231,7 +167,7 @@ except OSError:
 os.abort()
 """,
     "descriptors in flight": """
-import array, os, socket
+import array
 a, b = socket.socketpair()
 try:
     while True:
@@ -241,14 +177,11 @@ except OSError:
     pass
 """,
     "timers without end": """
-import ctypes
-libc = ctypes.CDLL(None)
 for _ in range(100000):
     if libc.timer_create(0, None, ctypes.byref(ctypes.c_void_p())) == 0:
         breach()
 """,
     "page tables": """
-import mmap
 blocks = []
 try:
     while True:
@@ -261,7 +194,7 @@ while True:
     pass
 """,
     "threads that compute": """
-import hashlib, threading
+import hashlib
 def loop():
     while True:
         hashlib.sha256(bytes(1 << 20))
@@ -269,19 +202,18 @@ for _ in range(30):
     threading.Thread(target=loop).start()
 """,
     "busy loop": "while True: pass",
-    "endless sleep": "import time\ntime.sleep(10 ** 6)",
-    "short sleeps": "import time\nwhile True: time.sleep(0.05)",
-    "waiting for a lock": "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
-    "stopping itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nsignal.pause()",
+    "endless sleep": "time.sleep(10 ** 6)",
+    "short sleeps": "while True: time.sleep(0.05)",
+    "waiting for a lock": "lock = threading.Lock()\nlock.acquire()\nlock.acquire()",
+    "stopping itself": "os.kill(os.getpid(), signal.SIGSTOP)\nsignal.pause()",
     "huge number": "print(len(str(7 ** (10 ** 8))))",
     "huge power in the compiler": "x = " + "**".join(["9"] * 50),
     "huge text in the compiler": 'x = "a" * 10**9\nprint(len(x))\nx = ("a" * 4000) * 10**9',
     "nested source": "x = " + "(" * 100000 + ")" * 100000,
     "nested unary operators": "x = " + "-" * 1000000 + "1",
     "long source": "x = [" + "1," * 3000000 + "]",
-    "crash": "import ctypes\nctypes.string_at(0)",
+    "crash": "ctypes.string_at(0)",
     "deep recursion": """
-import sys
 sys.setrecursionlimit(10 ** 9)
 class A:
     def __repr__(self):
@@ -293,11 +225,9 @@ repr(A())
 #: Attacks on the user: files, environment, network, processes.
 ON_THE_USER = {
     "changing attributes of devices": """
-import ctypes, os
-library = ctypes.CDLL(None)
 for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
     file = os.open(device, os.O_RDONLY)
-    for attempt in (
+    refused(
         lambda: os.chmod(device, 0o666),
         lambda: os.fchmod(file, 0o666),
         lambda: os.chmod(device, 0o666, dir_fd=file),
@@ -311,27 +241,17 @@ for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
         lambda: os.setxattr(device, "user.x", b"1"),
         lambda: os.setxattr(file, "user.x", b"1"),
         lambda: os.setxattr(device, "user.x", b"1", follow_symlinks=False),
-    ):
-        try:
-            attempt()
-            breach(device)
-        except (OSError, NotImplementedError):
-            pass
+        errors=(OSError, NotImplementedError),
+    )
     for number in (452, 463):  # fchmodat2, setxattrat: newer than the C library
-        if library.syscall(number, -100, device.encode(), 0o666, 0) >= 0:
+        if libc.syscall(number, -100, device.encode(), 0o666, 0) >= 0:
             breach(number, device)
 """,
     "reading files": """
-import os, glob
+import glob
 wanted = ["$SECRET", "/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ",
           "/proc/1/mem", "/proc/self/root/etc/passwd", "/sys/kernel/hostname", "/dev/mem", "/dev/sda", "/dev/tty"]
-for path in wanted:
-    try:
-        with open(path, "rb") as file:
-            file.read(1)
-        breach(path)
-    except OSError:
-        pass
+refused(*[lambda path=path: open(path, "rb").read(1) for path in wanted])
 for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run", os.path.dirname("$SECRET")):
     try:
         names = os.listdir(folder)
@@ -341,7 +261,6 @@ for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run
         breach(folder, names)
 """,
     "leases and watches": """
-import errno, fcntl, os, struct, sys
 open("own", "w").close()
 paths = ["own", "/tmp", "/", "/usr", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
 attempts = [(fcntl.F_SETLEASE, kind) for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)]
@@ -350,56 +269,29 @@ attempts += [(1040, struct.pack("IHH", 0, kind, 0)) for kind in (fcntl.F_RDLCK, 
 for path in paths:
     file = os.open(path, os.O_RDONLY)
     for command, argument in attempts:
-        try:
-            fcntl.fcntl(file, command, argument)
-            breach(path, command)
-        except OSError as error:
-            if error.errno != errno.EPERM:
-                breach(path, command, error)
+        refused(lambda: fcntl.fcntl(file, command, argument), number=errno.EPERM)
 """,
     "exclusive locks": """
-import errno, fcntl, os, sys
 paths = ["/tmp", "/", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
 for path in paths:
     file = os.open(path, os.O_RDONLY)
     for operation in (fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        try:
-            fcntl.flock(file, operation)
-            breach(path)
-        except OSError as error:
-            if error.errno != errno.EPERM:
-                breach(path, error)
-    for operation in (fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        try:
-            fcntl.lockf(file, operation)
-            breach(path)
-        except OSError:
-            pass
+        refused(lambda: fcntl.flock(file, operation), number=errno.EPERM)
+        refused(lambda: fcntl.lockf(file, operation))
 """,
     "limits of the parent": """
-import os, resource
 for pid in (1, os.getppid(), os.getpid()):
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU):
-        try:
-            resource.prlimit(pid, limit, (0, 0))
-            breach(pid)
-        except OSError:
-            pass
-for attempt in (
+        refused(lambda: resource.prlimit(pid, limit, (0, 0)))
+refused(
     lambda: os.sched_setaffinity(1, {0}),
     lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
     lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
     lambda: os.setpriority(os.PRIO_USER, 0, 19),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 """,
     "writing to the input": """
-import os
-for attempt in (
+refused(
     lambda: open("/dev/stdin", "r+"),
     lambda: open("/input/input", "ab"),
     lambda: os.write(0, b"breach"),
@@ -411,27 +303,14 @@ for attempt in (
     lambda: open("/input/x", "w"),
     lambda: os.mkdir("/input/x"),
     lambda: os.unlink("/dev/stdin"),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 """,
     "becoming another user": """
-import ctypes, os
-for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0])):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
-if ctypes.CDLL(None).mount(b"none", b"/input", b"tmpfs", 0, None) == 0 or os.getuid() == 0:
+refused(lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0]))
+if libc.mount(b"none", b"/input", b"tmpfs", 0, None) == 0 or os.getuid() == 0:
     breach()
 """,
     "reading the environment": """
-import os, ctypes
-libc = ctypes.CDLL(None)
 libc.getenv.restype = ctypes.c_char_p
 if "TROLL_SECRET" in os.environ or libc.getenv(b"TROLL_SECRET"):
     breach()
@@ -441,31 +320,23 @@ for key in os.environ:
         breach(key)
 """,
     "sockets": """
-import socket
 attempts = [
     (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", $PORT)),
     (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", $PORT)),
     (socket.AF_UNIX, socket.SOCK_STREAM, "\\0$ABSTRACT"),
     (socket.AF_INET, socket.SOCK_STREAM, ("1.1.1.1", 53)),
 ]
-for family, kind, address in attempts:
-    try:
-        with socket.socket(family, kind) as connection:
-            connection.settimeout(1)
-            connection.connect(address)
-            connection.send(b"breach")
-            breach(address)
-    except OSError:
-        pass
+def send(family, kind, address):
+    with socket.socket(family, kind) as connection:
+        connection.settimeout(1)
+        connection.connect(address)
+        connection.send(b"breach")
+for attempt in attempts:
+    refused(lambda: send(*attempt))
 for family in (40, 38, 16, 17):  # virtual machines, cryptography, netlink, packets
-    try:
-        socket.socket(family, socket.SOCK_STREAM)
-        breach(family)
-    except OSError:
-        pass
+    refused(lambda: socket.socket(family, socket.SOCK_STREAM))
 """,
     "killing the parent": """
-import os, signal
 for pid in (os.getppid(), 1, -1, 0):
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
         try:
@@ -473,22 +344,10 @@ for pid in (os.getppid(), 1, -1, 0):
         except OSError:
             pass
 """,
-    "killing all others": "import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nraise SystemExit(1)",
-    "interrupting the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
-    "daemonising": """
-import os
-for step in (os.setsid, os.fork, os.setsid, os.fork):
-    try:
-        step()
-        breach()
-    except OSError:
-        pass
-while True:
-    pass
-""",
+    "killing all others": "os.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nraise SystemExit(1)",
+    "interrupting the parent": "os.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
+    "daemonising": "refused(os.setsid, os.fork, os.setsid, os.fork)\nwhile True: pass",
     "nested namespaces": """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
 for flags in (0x10000000, 0x00020000, 0x10020000, 0x40000000, 0x20000000):
     if libc.unshare(flags) == 0:
         breach(hex(flags))
@@ -498,20 +357,12 @@ if libc.chroot(b"/tmp") == 0:
     breach("chroot")
 """,
     "newer and foreign system calls": """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
 for number in list(range(424, 434)) + [438, 440, 442, 443, 447, 448, *range(451, 480)]:
     if libc.syscall(number, 0, 0, 0, 0, 0, 0) >= 0:
         breach(number)
 """,
-    "system calls of another architecture": """
-import ctypes
-if ctypes.CDLL(None).syscall(0x40000000 + 39) > 0:
-    breach()
-""",
+    "system calls of another architecture": "if libc.syscall(0x40000000 + 39) > 0: breach()",
     "tracing the runner": """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
 buffer = ctypes.create_string_buffer(16)
 class Vector(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
@@ -521,63 +372,32 @@ for pid in (os.getppid(), 1, os.getpid()):
         breach("ptrace", pid)
     if libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(ours), 1, 0) > 0:
         breach("memory", pid)
-    try:
-        open(f"/proc/{pid}/mem", "r+b")
-        breach(pid)
-    except OSError:
-        pass
+    refused(lambda: open(f"/proc/{pid}/mem", "r+b"))
 """,
     "raising limits": """
-import resource
 for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
+    limit = getattr(resource, name)
     try:
-        hard = resource.getrlimit(getattr(resource, name))[1]
+        hard = resource.getrlimit(limit)[1]
     except OSError:
         hard = 1000  # of CPU time, which is kept from programs
     for value in (hard + 1, resource.RLIM_INFINITY):
-        try:
-            resource.setrlimit(getattr(resource, name), (value, value))
-            breach(name)
-        except (ValueError, OSError):
-            pass
-try:
-    import os
-    os.nice(-5)
-    breach("nice")
-except OSError:
-    pass
+        refused(lambda: resource.setrlimit(limit, (value, value)), errors=(ValueError, OSError))
+refused(lambda: os.nice(-5))
 """,
     "writing to read-only places": """
-import glob, os, sys
+import glob
 for path in ["/inside/stdio.py", "/inside/x", "/usr/x", "/x", "/dev/x", os.__file__, sys.executable, "/etc/x",
              *glob.glob("/packages/*/x")]:
     for mode in ("a", "w", "r+"):
-        try:
-            open(path, mode).close()
-            breach(path)
-        except OSError:
-            pass
+        refused(lambda: open(path, mode).close())
 for path in ("/tmp", "/inside", "/usr", "/"):
-    try:
-        os.rename(path, path.rstrip("/") + "_moved")
-        breach(path)
-    except OSError:
-        pass
-    try:
-        os.rmdir(path)
-        breach(path)
-    except OSError:
-        pass
+    refused(lambda: os.rename(path, path.rstrip("/") + "_moved"), lambda: os.rmdir(path))
 """,
     "symbolic links": """
-import os
 for index, target in enumerate(("$SECRET", "/etc/passwd", "/proc/self/environ", "../../../../../etc/passwd")):
     os.symlink(target, f"link{index}")
-    try:
-        open(f"link{index}", "r+b")
-        breach(target)
-    except OSError:
-        pass
+    refused(lambda: open(f"link{index}", "r+b"))
 os.symlink("$SECRET", "program.py")
 os.symlink("/", "root")
 os.chdir("root")
@@ -587,43 +407,31 @@ os.chdir("root")
 #: Attacks on the checker.
 ON_THE_CHECKER = {
     "outliving everything": OUTLIVING + "time.sleep(1000)",
-    "os._exit(0)": "import os\nos._exit(0)",
-    "sys.exit(0)": "import sys\nsys.exit(0)",
-    "exit in a finaliser": "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
+    "os._exit(0)": "os._exit(0)",
+    "sys.exit(0)": "sys.exit(0)",
+    "exit in a finaliser": "import atexit\natexit.register(os._exit, 0)\nraise ValueError",
     "ending by SIGKILL": """
-import os, signal, threading
-for attempt in (
+refused(
     lambda: os.kill(os.getpid(), signal.SIGKILL),
     lambda: os.kill(0, signal.SIGKILL),
     lambda: os.killpg(0, signal.SIGKILL),
     lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
-):
-    try:
-        attempt()
-        breach()
-    except OSError:
-        pass
+)
 """,
     "ending by its limit on CPU time": """
-import ctypes, resource
 def system_call():
-    if ctypes.CDLL(None).setrlimit(0, (ctypes.c_ulong * 2)(1, 1)):
+    if libc.setrlimit(0, (ctypes.c_ulong * 2)(1, 1)):
         raise OSError
-for attempt in (
+refused(
     lambda: resource.setrlimit(resource.RLIMIT_CPU, (1, 1)),
     lambda: resource.prlimit(0, resource.RLIMIT_CPU, (1, 1)),
     system_call,
-):
-    try:
-        attempt()
-        breach()
-    except (OSError, ValueError):
-        pass
+    errors=(OSError, ValueError),
+)
 """,
     "escapes in a reason": "raise ValueError('\\x1b[2J\\x07\\ud800\\u202e')",
-    "success by signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "success by signal": "os.kill(os.getpid(), signal.SIGTERM)",
     "catching everything": """
-import signal, time
 def again(*_):
     pass
 for number in range(1, 65):
@@ -642,7 +450,7 @@ def forever():
 forever()
 """,
     "overwriting builtins": """
-import builtins, io, os, sys
+import builtins, io
 class Equal(str):
     def __eq__(self, other):
         return True
@@ -657,7 +465,7 @@ sys.stdout = sys.__stdout__ = io.StringIO("breach")
 os.write = os._exit = os.wait4 = os.waitpid = os.pread = os.fstat = lambda *_: Equal()
 """,
     "searching memory": """
-import gc, sys
+import gc
 frame = sys._getframe()
 while frame:
     for name, value in list(frame.f_globals.items()) + list(frame.f_locals.items()):
@@ -681,7 +489,6 @@ for name, module in list(sys.modules.items()):
                     pass
 """,
     "reading other tests": """
-import os
 for number in range(256):
     for step in (lambda: os.lseek(number, 0, 0), lambda: None):
         try:
@@ -699,7 +506,7 @@ for number in range(256):
             pass
 """,
     "fake marker": """
-import json, os, struct
+import json
 for number in range(65):
     for marker in (
         struct.pack("<5q", 0, 0, 1, 6, 0) + b"breach",
@@ -713,7 +520,6 @@ for number in range(65):
             pass
 """,
     "fake marker and no end": """
-import os, struct
 for number in range(65):
     try:
         os.write(number, struct.pack("<5q", 0, 0, 1, 6, 0) + b"breach")
@@ -722,10 +528,9 @@ for number in range(65):
 while True:
     pass
 """,
-    "closing everything": "import os\nos.closerange(0, 256)",
-    "closing everything and staying": "import os\nos.closerange(0, 256)\nwhile True: pass",
+    "closing everything": "os.closerange(0, 256)",
+    "closing everything and staying": "os.closerange(0, 256)\nwhile True: pass",
     "duplicating descriptors": """
-import os
 for number in range(3, 64):
     try:
         os.dup2(1, number)
@@ -736,12 +541,26 @@ os.close(1)
 while True:
     os.dup(2)
 """,
-    "output that is not text": "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
+    "output that is not text": "sys.stdout.buffer.write(bytes(range(256)) * 1000)",
     "empty": "",
     "zero byte": "\0",
     "lone surrogate": "print('\ud800')",
     "prose instead of a program": "Sure! Here is the code you asked for.",
 }
+
+#: What stands in front of every attack; `refused` tries what must fail, with an error of these classes and this number.
+PRELUDE = """
+import ctypes, errno, fcntl, mmap, os, resource, signal, socket, struct, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(*attempts, errors=OSError, number=None):
+    for attempt in attempts:
+        try:
+            attempt()
+            breach(attempt)
+        except errors as error:
+            if number and error.errno != number:
+                breach(error)
+"""
 
 _BREACH = """
 def breach(*what, write=__import__("os").write, leave=__import__("os")._exit):
@@ -750,6 +569,6 @@ def breach(*what, write=__import__("os").write, leave=__import__("os")._exit):
 """
 
 HOSTILE = {
-    name: _BREACH + source if "breach(" in source else source
+    name: source and _BREACH + PRELUDE + source
     for name, source in {**ON_THE_MACHINE, **ON_THE_USER, **ON_THE_CHECKER}.items()
 }

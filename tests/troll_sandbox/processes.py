@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,34 @@ from troll_sandbox.executor import Executor, Job
 from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.local import LocalSandbox
+from troll_sandbox.stream_runs import run_stdio
 
 needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="needs bubblewrap (Debian: apt install bubblewrap)"
 )
+
+
+#: Runs a program that sleeps, in a sandbox of a module and a class; the test sends a signal to this process.
+PARENT = """
+import importlib, signal, sys, warnings
+from troll_sandbox.limits import Limits
+from troll_sandbox.stream_runs import run_stdio
+warnings.simplefilter("ignore")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may have inherited that it is ignored
+module, name, mark, *open = sys.argv[1:]
+make = getattr(importlib.import_module(f"troll_sandbox.{module}"), name)
+sandbox = make(run_without_isolation=True) if open == ["True"] else make()
+print(getattr(sandbox, "_folder", None), flush=True)
+limits = Limits(idle_seconds=50, output_bytes=int(mark))
+run_stdio(sandbox, "import time\\ntime.sleep(100)", [""], [""], limits)
+"""
+
+
+def reason(sandbox: Any, program: str, text: str = "", expected: str = "3", limits: Limits | None = None) -> str:
+    """Why a program failed, or "passed"."""
+    (outcome,) = run_stdio(sandbox, program, [text], [expected], limits or Limits())
+    assert outcome.passed == (outcome.reason == "passed")
+    return outcome.reason
 
 
 def inside_module(name: str) -> ModuleType:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
+from tests.troll_sandbox.processes import (
+    PARENT,
+    needs_bubblewrap,
+    only_program,
+    reason,
+    running,
+    wait_until,
+    wait_until_gone,
+)
 from troll_sandbox import bubblewrap
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.errors import SandboxError
@@ -26,18 +34,6 @@ pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 
-#: Runs a program that sleeps; the test sends a signal to this process.
-PARENT = """
-import signal, sys, warnings
-from troll_sandbox.bubblewrap import Bubblewrap
-from troll_sandbox.limits import Limits
-from troll_sandbox.stream_runs import run_stdio
-warnings.simplefilter("ignore")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may have inherited that it is ignored
-limits = Limits(idle_seconds=50, output_bytes=int(sys.argv[1]))
-run_stdio(Bubblewrap(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
-"""
-
 
 @pytest.fixture
 def open_sandbox() -> Bubblewrap:
@@ -45,15 +41,10 @@ def open_sandbox() -> Bubblewrap:
         return Bubblewrap(run_without_isolation=True)
 
 
-def test_bubblewrap_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match="apt install bubblewrap"):
-        Bubblewrap()
-
-
 @pytest.mark.parametrize(
     ("script", "message"),
     [
+        (None, "apt install bubblewrap"),
         (
             "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
             r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox",
@@ -61,19 +52,22 @@ def test_bubblewrap_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Mon
         ("echo 'bwrap: Unknown option --size' >&2; exit 1", r"0\.7 or later"),
         ("exec sleep 100", "did not start"),
     ],
-    ids=["forbidden", "old", "hanging"],
+    ids=["missing", "forbidden", "old", "hanging"],
 )
 def test_bubblewrap_refuses_a_bwrap_that_does_not_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
 ) -> None:
-    only_program(tmp_path, "bwrap", script, monkeypatch)
-    if "sleep" in script:
+    if script is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        only_program(tmp_path, "bwrap", script, monkeypatch)
+    if message == "did not start":
         monkeypatch.setattr(bubblewrap, "TRIAL_SECONDS", 0.2)
     with pytest.raises(SandboxError, match=message):
         Bubblewrap()
 
 
-def test_bubblewrap_refuses_an_ignored_sigchld(sandbox: Bubblewrap) -> None:
+def test_bubblewrap_refuses_an_ignored_sigchld() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(SandboxError, match="SIGCHLD is ignored"):
@@ -98,8 +92,8 @@ def test_bubblewrap_refuses_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) 
 def test_packages_can_be_imported_but_not_changed(tmp_path: Path) -> None:
     (tmp_path / "given.py").write_text("three = 3\n")
     program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
-    (outcome,) = run_stdio(Bubblewrap(packages=[tmp_path]), program, [""], ["3"], LIMITS)
-    assert outcome.reason.startswith("raised OSError: [Errno 30] Read-only file system")
+    found = reason(Bubblewrap(packages=[tmp_path]), program, limits=LIMITS)
+    assert found.startswith("raised OSError: [Errno 30] Read-only file system")
     assert (tmp_path / "given.py").read_text() == "three = 3\n"
     with pytest.raises(SandboxError, match="not a folder"):
         Bubblewrap(packages=[tmp_path / "given.py"])
@@ -117,38 +111,27 @@ for number in range(2048):
         pass
 print(found)
 """
-    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(600)]
-    for file in files:
-        os.set_inheritable(file, True)
-    try:
+    with contextlib.ExitStack() as stack:
+        for _ in range(600):
+            os.set_inheritable(stack.enter_context(open("/dev/null")).fileno(), True)
         outcomes = run_stdio(sandbox, program, ["", ""], ["[0, 1, 2]"] * 2, LIMITS)
-    finally:
-        for file in files:
-            os.close(file)
     assert [outcome.reason for outcome in outcomes] == ["passed", "passed"]
-
-
-def test_programs_see_no_folder_of_the_user(sandbox: Bubblewrap) -> None:
-    program = """
-import os
-print(sorted(set(os.listdir("/")) - {"root", "home", "opt", "work", "lib32", "libx32", "lib64", "libexec"}))
-print(os.listdir("."), sorted(os.listdir("/dev")), os.getuid(), os.getcwd(), os.uname().nodename)
-"""
-    expected = """['dev', 'etc', 'input', 'inside', 'lib', 'packages', 'tmp', 'usr']
-[] ['null', 'stdin', 'urandom', 'zero'] 65534 /tmp sandbox"""
-    (outcome,) = run_stdio(sandbox, program, [""], [expected], LIMITS)
-    assert outcome.reason == "passed"
 
 
 def test_programs_see_only_what_python_needs(sandbox: Bubblewrap) -> None:
     program = """
 import glob, os, sys
+print(sorted(set(os.listdir("/")) - {"root", "home", "opt", "work", "lib32", "libx32", "lib64", "libexec"}))
+print(os.listdir("."), sorted(os.listdir("/dev")), os.getuid(), os.getcwd(), os.uname().nodename)
 print([path for path in ("/usr/bin/env", "/usr/sbin", "/bin/sh", "/etc/passwd") if os.path.exists(path)])
 found = [os.listdir(folder) for folder in glob.glob(f"{sys.prefix}/lib/python3*/site-packages")]
 print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.glob("/usr/share/*")))
 """
-    (outcome,) = run_stdio(sandbox, program, [""], ["[]\n0 True"], LIMITS)
-    assert outcome.reason == "passed"
+    expected = """['dev', 'etc', 'input', 'inside', 'lib', 'packages', 'tmp', 'usr']
+[] ['null', 'stdin', 'urandom', 'zero'] 65534 /tmp sandbox
+[]
+0 True"""
+    assert reason(sandbox, program, "", expected, LIMITS) == "passed"
 
 
 def test_bubblewrap_shows_all_of_usr_with_a_warning_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +146,7 @@ def test_bubblewrap_shows_all_of_usr_with_a_warning_if_needed(monkeypatch: pytes
     with pytest.warns(RuntimeWarning, match="all of /usr"):
         sandbox = Bubblewrap()
     program = "import os\nprint(os.path.exists('/usr/bin/env'))"
-    assert run_stdio(sandbox, program, [""], ["True"], LIMITS)[0].passed
+    assert reason(sandbox, program, "", "True", LIMITS) == "passed"
 
 
 def inside(process: Process) -> Path:
@@ -184,10 +167,6 @@ def started(sandbox: Bubblewrap) -> Iterator[Process]:
     os.close(write)
 
 
-def test_sandbox_stays_in_the_process_group_that_end_kills(started: Process) -> None:
-    assert os.getpgid(int(inside(started).name)) == started.pid
-
-
 def test_killed_tells_a_kill_from_an_exit(started: Process, sandbox: Bubblewrap) -> None:
     assert not started.killed(0.05)
     os.kill(int(inside(started).name), signal.SIGKILL)
@@ -198,12 +177,11 @@ def test_killed_tells_a_kill_from_an_exit(started: Process, sandbox: Bubblewrap)
     assert ended.end() > 0  # its CPU time is still known
 
 
-def test_sandbox_is_the_first_that_the_kernel_kills(started: Process) -> None:
-    assert (inside(started) / "oom_score_adj").read_text() == "1000\n"
-
-
-def test_programs_have_no_capability_and_another_user(started: Process) -> None:
-    status = dict(line.split(":\t", 1) for line in (inside(started) / "status").read_text().splitlines())
+def test_programs_have_no_capability_another_user_and_their_launchers_group(started: Process) -> None:
+    first = inside(started)
+    assert os.getpgid(int(first.name)) == started.pid  # the group that `end` kills
+    assert (first / "oom_score_adj").read_text() == "1000\n"  # the first that the kernel kills
+    status = dict(line.split(":\t", 1) for line in (first / "status").read_text().splitlines())
     for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
         assert int(status[name], 16) == 0, name
     assert status["NoNewPrivs"] == "1"
@@ -226,14 +204,7 @@ def test_bubblewrap_works_without_a_second_user(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "write_text", refusing)
     sandbox = Bubblewrap()
     assert maps == ["uid_map", "gid_map"]  # at the first trial only
-    assert run_stdio(sandbox, "import os\nprint(os.getuid())", [""], ["65534"], LIMITS)[0].passed
-
-
-def test_supervisor_counts_threads_without_isolation(open_sandbox: Bubblewrap) -> None:
-    program = "import threading, time\nthreading.stack_size(1 << 16)\n"
-    program += "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
-    (outcome,) = run_stdio(open_sandbox, program, [""], [""], LIMITS)
-    assert outcome.reason == "thread limit"
+    assert reason(sandbox, "import os\nprint(os.getuid())", "", "65534", LIMITS) == "passed"
 
 
 def test_kernel_bounds_threads_and_files(sandbox: Bubblewrap) -> None:
@@ -254,22 +225,7 @@ try:
 except OSError:
     print(threads, files)
 """
-    (outcome,) = run_stdio(sandbox, program, [""], ["99 255"], replace(LIMITS, threads=100, disk_bytes=1 << 20))
-    assert outcome.reason == "passed"
-
-
-def run_in_worker(results: multiprocessing.Queue[list[str]]) -> None:
-    outcomes = run_stdio(Bubblewrap(), "print(3)", ["", ""], ["3", "3"], LIMITS)
-    results.put([outcome.reason for outcome in outcomes])
-
-
-def test_bubblewrap_works_in_a_daemonic_worker() -> None:
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue[list[str]] = context.Queue()
-    worker = context.Process(target=run_in_worker, args=(results,), daemon=True)
-    worker.start()
-    assert results.get(timeout=60) == ["passed", "passed"]
-    worker.join()
+    assert reason(sandbox, program, "", "99 255", replace(LIMITS, threads=100, disk_bytes=1 << 20)) == "passed"
 
 
 def program_of(pid: int) -> str:
@@ -283,9 +239,11 @@ def program_of(pid: int) -> str:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
     mark = 3_000_000 + os.getpid() % 100_000 * 10 + without_isolation * 2 + (number == signal.SIGINT)
-    command = [sys.executable, "-c", PARENT, str(mark), str(without_isolation)]
+    command = [sys.executable, "-c", PARENT, "bubblewrap", "Bubblewrap", str(mark), str(without_isolation)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
+    parent = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, env=environment
+    )
     # Waits until bubblewrap has started the script: if its parent is killed earlier, bwrap never ends.
     wait_until(lambda: any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")), 60)
     os.killpg(parent.pid, number)
@@ -295,15 +253,17 @@ def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation:
 
 
 def test_run_without_isolation_keeps_the_limits(open_sandbox: Bubblewrap) -> None:
-    def reason(program: str) -> str:
-        return run_stdio(open_sandbox, program, ["1"], ["3"], LIMITS)[0].reason
+    def found(program: str) -> str:
+        return reason(open_sandbox, program, "1", limits=LIMITS)
 
-    assert reason("print(2 + int(input()))") == "passed"
-    assert reason("while True: pass") == "time limit"
-    assert reason("import time\ntime.sleep(100)") == "idle limit"
-    assert reason("x = bytearray(1 << 40)") == "memory limit"
-    assert reason("import os\nos.fork()").startswith("raised PermissionError")
-    assert reason("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
+    assert found("print(2 + int(input()))") == "passed"
+    assert found("while True: pass") == "time limit"
+    assert found("import time\ntime.sleep(100)") == "idle limit"
+    assert found("x = bytearray(1 << 40)") == "memory limit"
+    threads = "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
+    assert found(f"import threading, time\nthreading.stack_size(1 << 16)\n{threads}") == "thread limit"
+    assert found("import os\nos.fork()").startswith("raised PermissionError")
+    assert found("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
 
 
 def test_run_without_isolation_leaves_no_folder(open_sandbox: Bubblewrap) -> None:
@@ -318,4 +278,4 @@ def test_run_without_isolation_leaves_no_folder(open_sandbox: Bubblewrap) -> Non
 def test_attacks_succeed_without_isolation(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
     source = HOSTILE[name].replace("$SECRET", str(tmp_path / "secret"))
-    assert run_stdio(open_sandbox, source, [""], ["breach"], LIMITS)[0].passed
+    assert reason(open_sandbox, source, "", "breach", LIMITS) == "passed"

@@ -21,18 +21,19 @@ from troll_sandbox.control_groups import MemoryGroup, MemoryGroups, groups_folde
 from troll_sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll_sandbox.local import LocalSandbox
 
-GROUPS = groups_folder()
-
-needs_groups = pytest.mark.skipif(GROUPS is None, reason="this user cannot make control groups with a bound on memory")
-
 #: Holds memory until its input ends.
 HOLD = "import sys\nheld = b'x' * (int(sys.argv[1]) << 20)\nprint(len(held), flush=True)\nsys.stdin.read()"
 
 
-@needs_groups
-def test_group_bounds_the_memory_of_all_its_processes() -> None:
-    assert GROUPS is not None
-    group = MemoryGroup(GROUPS, 128 * MEBIBYTE)
+@pytest.fixture
+def place() -> Path:
+    if (folder := groups_folder()) is None:
+        pytest.skip("this user cannot make control groups with a bound on memory")
+    return folder
+
+
+def test_group_bounds_the_memory_of_all_its_processes(place: Path) -> None:
+    group = MemoryGroup(place, 128 * MEBIBYTE)
     command = [sys.executable, "-I", "-S", "-c", "import sys\nsys.stdin.readline()\n" + HOLD, "60"]
     pipe = subprocess.PIPE
     outside, *held = (subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4))
@@ -57,10 +58,8 @@ def test_group_bounds_the_memory_of_all_its_processes() -> None:
     assert not group.path.exists()
 
 
-@needs_groups
-def test_take_returns_a_group_again_once_it_is_empty() -> None:
-    assert GROUPS is not None
-    groups = MemoryGroups(GROUPS)
+def test_take_returns_a_group_again_once_it_is_empty(place: Path) -> None:
+    groups = MemoryGroups(place)
     first = groups.take(64 * MEBIBYTE)
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", HOLD, "100"], stdin=-1, stdout=-1) as held:
         assert first.add(held.pid)
@@ -117,8 +116,7 @@ def sandbox() -> Iterator[LocalSandbox]:
 
 
 @needs_bubblewrap
-@needs_groups
-def test_sandbox_beyond_its_bound_is_killed_without_its_neighbours(sandbox: LocalSandbox) -> None:
+def test_sandbox_beyond_its_bound_is_killed_without_its_neighbours(place: Path, sandbox: LocalSandbox) -> None:
     large = "x = b'x' * (300 << 20)\nprint(len(x) >> 20)\ndef f(): return 3"
     small = "x = b'x' * (30 << 20)\nprint(300)\ndef f(): return 3"
     stream = StreamTests(("", ""), ("300\n", "300\n"))
@@ -131,8 +129,7 @@ def test_sandbox_beyond_its_bound_is_killed_without_its_neighbours(sandbox: Loca
     with ThreadPoolExecutor(2) as pool:
         found = [{outcome.reason for outcome in each} for each in pool.map(outcomes, jobs)]
     assert found == [{"memory limit"}, {"passed"}] * 3
-    assert GROUPS is not None
-    left = list(GROUPS.glob(f"troll-{os.getpid()}-*"))
+    left = list(place.glob(f"troll-{os.getpid()}-*"))
     assert left
     remove(left, 60)  # on a very busy machine, processes may end late
     assert not any(path.exists() for path in left)
@@ -174,16 +171,14 @@ def test_groups_folder_removes_groups_without_owner(root: Path) -> None:
     assert {path.name for path in groups.iterdir()} == {"troll-18-0", "other-17"}
 
 
-@needs_groups
-def test_groups_folder_kills_what_a_killed_parent_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GROUPS is not None
+def test_groups_folder_kills_what_a_killed_parent_has_left(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"]) as left, subprocess.Popen(["true"]) as gone:
         gone.wait()
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: gone.pid)
-            group = MemoryGroup(GROUPS, 128 * MEBIBYTE)
+            group = MemoryGroup(place, 128 * MEBIBYTE)
         assert group.add(left.pid)
-        assert groups_folder() == GROUPS
+        assert groups_folder() == place
         assert left.wait(10) == -signal.SIGKILL
     assert not group.path.exists()
 

@@ -22,6 +22,26 @@ def executor(sandbox: Any, limits: Limits = SHORT, workers: int = 1, stop: Any =
     return Executor(lambda: (sandbox, stop), limits, workers)
 
 
+def passing(*_: Any, **__: Any) -> list[Outcome]:
+    return [PASSED]
+
+
+class Waiting:
+    """A sandbox that answers after it was ended."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = threading.Event(), threading.Event()
+        self.programs: list[str] = []
+
+    def __call__(self, program: str, *_: Any, **__: Any) -> list[Outcome]:
+        self.programs.append(program)
+        if len(self.programs) > 1:
+            return [PASSED]
+        self.started.set()
+        self.ended.wait(30)
+        return [Outcome(False, "the sandbox ended early")]
+
+
 def found(sandbox: Any, limits: Limits = SHORT, tests: Tests = TESTS) -> Any:
     with closing(executor(sandbox, limits)) as running:
         [result] = running.run([Job("a", tests, True)])
@@ -86,7 +106,7 @@ def test_run_needs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    running = executor(lambda *_, **__: [PASSED], workers=2)
+    running = executor(passing, workers=2)
     [trouble] = running.run([Job("a", TESTS, True)])
     assert isinstance(trouble, SandboxError) and "can't start new thread" in str(trouble)
     failing.clear()
@@ -120,7 +140,7 @@ def test_run_makes_a_sandbox_again_after_a_failure() -> None:
         made.append(1)
         if len(made) in (2, 3):
             raise SandboxError("no process is left")
-        return lambda *_, **__: [PASSED], None
+        return passing, None
 
     running = Executor(make, Limits(wall_seconds=5), 1)
     running.close()
@@ -173,61 +193,36 @@ def test_run_keeps_tests_by_standard_input_that_have_ended() -> None:
 
 
 def test_close_gives_stopped_programs_no_verdict() -> None:
-    started, stopped = threading.Event(), threading.Event()
-    programs = []
-
-    def sandbox(program: str, *_: Any, **__: Any) -> list[Outcome]:
-        programs.append(program)
-        if len(programs) > 1:
-            return [PASSED]
-        started.set()
-        stopped.wait(10)
-        return [Outcome(False, "the sandbox ended early")]
-
-    running = executor(sandbox, stop=stopped.set)
-    results: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: results.extend(running.run([Job("a", TESTS, True), Job("b", TESTS, True)]))
-    )
+    sandbox = Waiting()
+    running = executor(sandbox, stop=sandbox.ended.set)
+    jobs, results = [Job("a", TESTS, True), Job("b", TESTS, True)], []
+    thread = threading.Thread(target=lambda: results.extend(running.run(jobs)))
     thread.start()
-    started.wait(10)
+    sandbox.started.wait(10)
     running.close()
     thread.join(10)
     assert results == [[PASSED], [PASSED]]  # tested again, because `run` waits for its outcome
-    assert programs[0] == "a" and sorted(programs[1:]) == ["a", "b"]
+    assert sandbox.programs[0] == "a" and sorted(sandbox.programs[1:]) == ["a", "b"]
     running.close()
 
 
 def test_run_stops_its_programs_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = threading.Event()
-
-    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
-        stopped.wait(10)
-        return [PASSED]
-
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    running = executor(sandbox, stop=stopped.set)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(executor_module.Future, "result", interrupt)
-        running.run([Job("a", TESTS, True)])
-    assert stopped.is_set()
+    sandbox = Waiting()
+    monkeypatch.setattr(executor_module.Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        executor(sandbox, stop=sandbox.ended.set).run([Job("a", TESTS, True)])
+    assert sandbox.ended.is_set()
 
 
 def test_close_does_not_wait_for_a_sandbox_that_hangs() -> None:
-    started, end = threading.Event(), threading.Event()
-
-    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
-        started.set()
-        end.wait(30)
-        return [PASSED]
-
+    sandbox = Waiting()
     running = executor(sandbox)
-    thread = threading.Thread(target=lambda: running.run([Job("a", TESTS, True)]), daemon=True)
-    thread.start()
-    started.wait(10)
+    threading.Thread(target=lambda: running.run([Job("a", TESTS, True)]), daemon=True).start()
+    sandbox.started.wait(10)
     begin = time.monotonic()
     running.close()
     assert time.monotonic() - begin < 3
-    end.set()
+    sandbox.ended.set()

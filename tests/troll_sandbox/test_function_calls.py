@@ -10,25 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.troll_sandbox import cheats, hostile, idioms
-from tests.troll_sandbox.processes import (
-    needs_bubblewrap,
-    start_at_the_third_attempt_only,
-    tried_again,
-    wait_until_gone,
-)
+from tests.troll_sandbox.processes import needs_bubblewrap, wait_until_gone
 from troll.rewards.program import parse_tests
 from troll_sandbox import bubblewrap, function_calls
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, FunctionTests
-from troll_sandbox.errors import KilledError, SandboxError
+from troll_sandbox.errors import KilledError
 from troll_sandbox.executor import Executor, Job
 from troll_sandbox.function_calls import ENDED, Judge, JudgeEndedError, run_functions
 from troll_sandbox.launch import Process
@@ -74,6 +67,12 @@ def run(sandbox, judge) -> Run:
     return partial(run_in, sandbox, judge)
 
 
+@pytest.fixture(params=[False, True], ids=["judged", "plain"])
+def plain(request) -> bool:
+    """Whether program and tests run in one process."""
+    return request.param
+
+
 def reasons(outcomes: list[Outcome]) -> list[str]:
     assert all(outcome.passed == (outcome.reason == "passed") for outcome in outcomes)
     return [outcome.reason for outcome in outcomes]
@@ -110,11 +109,13 @@ def double(x): return Yes()
 class Point:
     def __init__(self, x): self.x = x
     def equals(self, other): return self.x == other.x
+    def startswith(self, text): return True
 """
     questions = ["equals", "equal", "allclose", "isclose", "identical", "issubset", "startswith"]
     found = reasons(run(program, *(f"assert double(2).{name}([4])" for name in questions)))
     assert all("is a question" in reason for reason in found)
-    assert reasons(run(program, "assert Point(1).equals(Point(1))")) == ["passed"]
+    right = "assert Point(1).equals(Point(1)) and Point(1).startswith('a') and 'ab'.startswith('a')"
+    assert reasons(run(program, right)) == ["passed"]
 
 
 ANY_NAME = "has an attribute of any name"
@@ -182,38 +183,6 @@ def path(): return Path()
     assert all(ANY_NAME in reason for reason in refused)
 
 
-def test_right_objects_pass_tests_that_ask_them(run):
-    program = """
-def double(x): return x * 2 if not isinstance(x, set) else {2 * i for i in x}
-def Double(x): return double(x)
-from dataclasses import dataclass
-class Trie:
-    def startswith(self, text): return True
-@dataclass(order=True)
-class Point:
-    x: int
-    y: int
-    def __enter__(self): return self
-    def __exit__(self, *args): return True
-    def __sub__(self, other): return Point(self.x - other, self.y - other)
-"""
-    passed = run(
-        program,
-        "assert abs(Double(1.5) - 3.0) < 1e-6 and abs(Double(1.5) / 3.0 - 1) < 1e-6 and not (Double(2) - 4)",
-        "assert len(Double({1}) ^ {2}) == 0 and str(Double(2) - 4) == '0' and (Double(2) - 4).real == 0",
-        "assert double('a').startswith('aa') and double({1}).issubset({2}) and Trie().startswith('a')",
-        "assert Point(1, 2) == Point(1, 2) != Point(3, 4) and Point(1, 2) in [Point(1, 2)]",
-        "assert sorted([Point(2, 2), Point(1, 1)])[0].x == 1 and Point(1, 1) < Point(1, 2)",
-        "assert (Point(3, 4) - 1).x == 2 and Point(3, 4) - 1 == Point(2, 3)",
-        "with Point(5, 6) as found:\n    assert found.x == 5",
-    )
-    assert reasons(passed) == ["passed"] * 7
-    # The program cannot hide that an assertion failed.
-    swallowed = run(program, "with Point(5, 6) as found:\n    assert found.x == 6")
-    assert reasons(swallowed) == ["wrong answer"]
-
-
-@pytest.mark.parametrize("plain", [False, True])
 def test_ordinary_idioms_pass(run, plain):
     found = reasons(run(idioms.PROGRAM, *idioms.JUDGED.values(), plain=plain))
     assert dict(zip(idioms.JUDGED, found, strict=True)) == dict.fromkeys(idioms.JUDGED, "passed")
@@ -231,15 +200,17 @@ def test_idioms_of_one_process_need_plain(run):
     assert set(reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values(), plain=True))) == {"passed"}
 
 
-def test_plain_tests_have_reasons(run):
+def test_failed_tests_have_reasons(run, plain):
     program = "import os\ndef f(x):\n    if x == 3: os._exit(0)\n    return [0] * 10**10 if x == 2 else x"
-    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2)", "f(1).x", "assert f(3)", "assert f(1) == 1"]
-    wanted = ["passed", "wrong answer", "memory limit", "raised AttributeError: 'int' object has no attribute 'x'"]
-    ended = "exited before the tests ended"
-    assert reasons(run(program, *asserts, plain=True)) == [*wanted, ended, ended]
-    assert reasons(run("def f(:", "assert f()", "assert f()", plain=True))[1].startswith("raised SyntaxError")
+    hiding = "try:\n    f(3)\nexcept BaseException:\n    pass"
+    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2)", "f(1).x", hiding, "assert f(1) == 1"]
+    missing = ("" if plain else "the tests ") + "raised AttributeError: 'int' object has no attribute 'x'"
+    wanted = ["passed", "wrong answer", "memory limit", missing, *["exited before the tests ended"] * 2]
+    assert reasons(run(program, *asserts, plain=plain)) == wanted
+    syntax = "raised SyntaxError: invalid syntax (solution.py, line 1)"
+    assert reasons(run("def f(:", "assert f()", "assert True", plain=plain)) == [syntax] * 2
     loop = "def f(x):\n    while x: pass\n    return 1"
-    assert reasons(run(loop, "assert f(0)", "assert f(1)", "f(0)", plain=True)) == ["passed", *["time limit"] * 2]
+    assert reasons(run(loop, "assert f(0)", "f(1)", "assert f(0)", plain=plain)) == ["passed", *["time limit"] * 2]
 
 
 @pytest.mark.parametrize("name", ["exit before the tests", "hard exit before the tests", "results on all descriptors"])
@@ -266,7 +237,6 @@ os._exit(0)
     assert run(program, "assert f()", plain=True)[0].passed == (line == LINES[-1])
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_run_functions_can_stop_at_the_first_failure(run, plain):
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0", "while True: pass"]
     start = time.monotonic()
@@ -277,7 +247,6 @@ def test_run_functions_can_stop_at_the_first_failure(run, plain):
     assert reasons(broken) == ["raised ZeroDivisionError: division by zero", *["not run"] * 3]
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_run_functions_shares_the_cpu_time_of_a_program_among_its_tests(run, plain):
     program = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.2)\ndef f(x): return x"
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0"]
@@ -302,7 +271,7 @@ def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes
 
     def traced(program: str) -> tuple[str, Callable[[], bytes]]:
         breach = f"def breach(*what, write=__import__('os').write):\n    write({write}, repr(what).encode())\n"
-        return breach + program, heard
+        return breach + hostile.PRELUDE + program, heard
 
     def heard() -> bytes:
         with contextlib.suppress(BlockingIOError):
@@ -339,13 +308,12 @@ def test_hostile_programs_fail_as_functions(run, trace, name):
 @pytest.mark.parametrize("answer", ["sleep", "return"])
 def test_programs_do_not_outlive_their_verdict(run, answer):
     limits = replace(LIMITS, idle_seconds=10.0, output_bytes=MARK)
+    program = hostile.PRELUDE + hostile.OUTLIVING
     if answer == "sleep":
-        program = f"{hostile.OUTLIVING}\ndef f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
+        program += "def f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
     else:  # and it does not end when the channel is closed
         patch = "sys.modules['peer'].Peer._receive = lambda *_: time.sleep(1000)"
-        program = (
-            f"import sys\n{hostile.OUTLIVING.replace('os.closerange(3, 64)', '')}\ndef f(x):\n    {patch}\n    return x"
-        )
+        program = program.replace("os.closerange(3, 64)", "") + f"def f(x):\n    {patch}\n    return x"
     start = time.monotonic()
     assert reasons(run(program, "assert f(1) == 1", limits=limits)) == [
         "passed" if answer == "return" else "exited before the tests ended"
@@ -383,40 +351,6 @@ def test_judge_cuts_long_reasons(run):
     assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
 
 
-ONE = ("def f(): return 1", CodeTests(("assert f() == 1",), "", ("f",), (), ()))
-
-
-def test_executor_tries_again_if_the_programs_sandbox_does_not_start(sandbox, monkeypatch):
-    programs = Bubblewrap()
-    start_at_the_third_attempt_only(programs, monkeypatch)
-    assert tried_again(programs, *ONE, judges=sandbox) == [PASSED]
-    assert isinstance(tried_again(programs, *ONE, Limits(wall_seconds=0.5), sandbox), SandboxError)
-
-
-def test_exceptions_arrive_as_builtin_exceptions(run):
-    program = """
-class Mine(KeyError): pass
-class Other(Exception): pass
-errors = {"value": ValueError("text"), "mine": Mine("key"), "other": Other("x"), "exit": SystemExit(3)}
-def fail(kind): raise errors[kind]
-def group(): raise ExceptionGroup("g", [ValueError()])
-"""
-    outcomes = run(
-        program,
-        "try:\n    fail('value')\nexcept ValueError as e:\n    assert str(e) == 'text'\nelse:\n    assert False",
-        "try:\n    fail('mine')\nexcept KeyError:\n    pass\nelse:\n    assert False",
-        "try:\n    fail('exit')\nexcept SystemExit:\n    pass\nelse:\n    assert False",
-        "fail('other')",
-        "fail('mine')",
-        "group()",
-        "assert fail('value') == 1",
-    )
-    assert reasons(outcomes) == [
-        *["passed"] * 3, "raised Other: x", "raised Mine: 'key'", "raised ExceptionGroup: g (1 sub-exception)",
-        "raised ValueError: text",
-    ]  # fmt: skip
-
-
 def test_exceptions_arrive_as_twins_of_their_class(run):
     program = """
 class Base(Exception): pass
@@ -427,6 +361,8 @@ class Mine(Base, KeyError):
         self.code = code
     def twice(self): return 2 * self.code
 def fail(code): raise Mine(code, [code])
+def leave(): raise SystemExit(3)
+def group(): raise ExceptionGroup("g", [ValueError()])
 def call(f):
     try:
         return f()
@@ -446,10 +382,13 @@ def call(f):
         "class Own(Exception): pass\ndef own(): raise Own('x')\ntry:\n    call(own)\n"
         "except Own as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
         "def bad(): raise ValueError(1, 'two')\nassert call(bad) == ('value', (1, 'two'))",
+        "try:\n    leave()\nexcept SystemExit:\n    pass\nelse:\n    assert False",
         "def wrong(): assert False\ncall(wrong)",
         "fail(7)",
+        "group()",
     )
-    assert reasons(outcomes) == [*["passed"] * 7, "wrong answer", "raised Mine: ('code 7', [7])"]
+    refused = ["wrong answer", "raised Mine: ('code 7', [7])", "raised ExceptionGroup: g (1 sub-exception)"]
+    assert reasons(outcomes) == [*["passed"] * 8, *refused]
 
 
 @pytest.mark.parametrize(
@@ -493,25 +432,25 @@ def test_function_tests_compare_as_the_data_sets_do(run):
 def pair(a, b): return (a, (b,))
 class Solution:
     def lookup(self, table, key): return table.get(key)
+def keyed(d): return {k: [{v: d}] for k, v in sorted(d.items())}
+def texts(d): return {'1': 2}
+def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]
 """
-    calls = {"function": "pair", "inputs": [[1, 2], [1, 2], [1, 2], [1, 2]]}
-    outcomes = run(program, **calls, outputs=[[1, [2]], [[1, [2]]], [1, 2], [[1, [3]]]])
-    assert [outcome.passed for outcome in outcomes] == [True, True, False, False]
-    calls = {"function": "lookup", "inputs": [[{"1": "a"}, 1], [{"x": "a"}, "x"]], "outputs": ["a", "a"]}
-    assert reasons(run(program, **calls)) == ["passed"] * 2
-    by_key = "def keyed(d): return {k: [{v: d}] for k, v in sorted(d.items())}\ndef texts(d): return {'1': 2}"
-    calls = {"function": "keyed", "inputs": [[{"1": 5}]]}
-    assert run(by_key, **calls, outputs=[{"1": [{"5": {"1": 5}}]}])[0].passed
-    assert not run(by_key, **calls, outputs=[{"1": [{"5": {"01": 5}}]}])[0].passed
-    assert run(by_key, function="texts", inputs=[[[{"7": 1}]]], outputs=[{"1": 2}])[0].passed
-    nested = "def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]"
-    assert run(nested, function="inner", inputs=[[[{"7": 1}]]], outputs=[[7]])[0].passed
-    assert not run(nested, function="inner", inputs=[[[{"7": 1}, {"1": 1}]]], outputs=[[7, 1, {"1": 2}]])[0].passed
+
+    def passed(function, inputs, outputs):
+        return [outcome.passed for outcome in run(program, function=function, inputs=inputs, outputs=outputs)]
+
+    assert passed("pair", [[1, 2]] * 4, [[1, [2]], [[1, [2]]], [1, 2], [[1, [3]]]]) == [True, True, False, False]
+    assert passed("keyed", [[{"1": 5}]] * 2, [{"1": [{"5": {"1": 5}}]}, {"1": [{"5": {"01": 5}}]}]) == [True, False]
+    assert passed("pair", [[0.1 + 0.2, 1 / 3]] * 2, [[0.3, [0.3333333]], [0.3, [0.3333]]]) == [True, False]
+    assert passed("texts", [[[{"7": 1}]]], [{"1": 2}]) == [True]
+    nested = [[[{"7": 1}]], [[{"7": 1}, {"1": 1}]]]
+    assert passed("inner", nested, [[7], [7, 1, {"1": 2}]]) == [True, False]
+    assert passed("lookup", [[{"1": "a"}, 1], [{"x": "a"}, "x"]], ["a", "a"]) == [True, True]
     missing = run("x = 1", function="absent", inputs=[[]], outputs=[1])
     assert reasons(missing) == ["the tests raised NameError: name 'absent' is not defined"]
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_judge_takes_long_numbers_and_deep_values(run, plain):
     digits = "7" * 5000
     asserts = [f"assert f({digits}) == -{digits}", "assert len(str(f(10**5000))) == 5002"]
@@ -536,17 +475,6 @@ def test_function_tests_take_any_json_value(run):
     ]
 
 
-def test_function_tests_compare_floats_with_tolerance_and_asserts_do_not(run):
-    program = "def f(x): return [x + 0.1, (x / 3,)]\ndef g(x): return x / 3"
-    calls = {"function": "f", "inputs": [[0.2], [0.2], [0.2]]}
-    outcomes = run(program, **calls, outputs=[[0.3, [0.0666667]], [0.3, [0.0667]], [0, [0.0666667]]])
-    assert [outcome.passed for outcome in outcomes] == [True, False, False]
-    assert reasons(run(program, "assert g(1) == 0.333333", "assert abs(g(1) - 0.333333) < 1e-6")) == [
-        "wrong answer",
-        "passed",
-    ]
-
-
 STARTER = """
 class Solution:
     def f(self, nums: List[int], k: Optional[int] = None) -> Dict[str, int]:
@@ -554,7 +482,6 @@ class Solution:
 """
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_prelude_is_for_programs_and_not_for_tests(run, plain):
     one = "assert Solution().f([1, 2]) == 4"
     leak = "assert math.floor(Solution().f([1, 2])) == 4 and List"
@@ -583,21 +510,6 @@ def f(n):
 """
     limits = replace(LIMITS, cpu_seconds=5.0)
     assert reasons(run(program, function="f", inputs=[[50000]], outputs=[[50000]], limits=limits)) == ["passed"]
-
-
-def test_tests_after_the_programs_end_fail(run):
-    program = "import os\ndef f(x):\n    return x if x else os._exit(0)"
-    hiding = "try:\n    f(0)\nexcept:\n    pass"
-    outcomes = run(program, "assert f(1) == 1", hiding, "assert f(1) == 1")
-    assert reasons(outcomes) == ["passed", *["exited before the tests ended"] * 2]
-    loop = "def f(x):\n    while x: pass\n    return 1"
-    assert reasons(run(loop, "assert f(0) == 1", "f(1)", "assert f(0) == 1")) == ["passed", *["time limit"] * 2]
-    memory = run("def f(): return bytearray(10**10)", "assert f()", "assert True")
-    assert reasons(memory) == ["memory limit", "passed"]
-    assert (
-        reasons(run("def f(:", "assert f()", "assert True"))
-        == ["raised SyntaxError: invalid syntax (solution.py, line 1)"] * 2
-    )
 
 
 def test_judge_ends_tests_that_do_not_end(run):
@@ -629,39 +541,16 @@ def test_read_does_not_wait_for_a_judge_in_a_long_call(monkeypatch):
     os.close(theirs)
 
 
-def test_judges_work_in_several_threads(sandbox):
-    passed: dict[int, list[bool]] = {}
-
-    def work(number: int) -> None:
-        asserts = [f"assert f({number}) == {number}"] * 3
-        with closing(Judge(sandbox)) as judge:
-            for _ in range(5):
-                outcomes = run_in(sandbox, judge, "def f(x): return x", *asserts, limits=Limits())
-                passed.setdefault(number, []).extend(outcome.passed for outcome in outcomes)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert passed == {number: [True] * 15 for number in range(4)}
-
-
-def test_judge_that_ends_during_a_program_raises(sandbox):
+def test_judge_that_ends_raises(sandbox):
     program = "import time\ndef f(x):\n    time.sleep(x)\n    return 1"
-    with closing(Judge(sandbox)) as judge, pytest.raises(JudgeEndedError):
+    with closing(Judge(sandbox)) as judge:
+        assert run_in(sandbox, judge, program, "assert f(0) == 1")[0].passed  # it has started
         threading.Timer(0.3, judge.process.kill).start()
-        run_in(sandbox, judge, program, "assert f(0) == 1", "assert f(0.6) == 1", limits=Limits())
+        for seconds in (1.5, 0):  # and it stays gone
+            with pytest.raises(JudgeEndedError):
+                run_in(sandbox, judge, program, f"assert f({seconds}) == 1", limits=Limits())
 
 
-def test_judge_that_is_gone_raises(sandbox):
-    judge = Judge(sandbox)
-    judge.close()
-    with pytest.raises(JudgeEndedError):
-        run_in(sandbox, judge, "def f(): return 1", "assert f()")
-
-
-@pytest.mark.parametrize("plain", [False, True])
 def test_tests_can_have_annotations(run, plain):
     program = "class Node: pass\ndef f(n): return n"
     annotated = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
@@ -672,7 +561,6 @@ def test_tests_can_have_annotations(run, plain):
     assert reasons(run(program, f"{annotated}{test}", plain=plain)) == ["passed"]
 
 
-@pytest.mark.parametrize("plain", [False, True])
 def test_random_kills_fail_no_program(sandbox, monkeypatch, plain):
     chosen, start = random.Random(0), sandbox.start
     local = LocalSandbox(sandbox, sandbox)
@@ -715,18 +603,6 @@ def test_programs_leave_nothing_to_the_next(run):
     assert reasons(
         run(second, "assert f() == (False, False, [])\nimport math\nassert not hasattr(math, 'changed')")
     ) == ["passed"]
-
-
-def test_programs_can_import_packages(run, judge):
-    program = """
-import numpy as np
-def f(): return [np.int64(3), np.float64(0.5), np.bool_(True), np.float32(0.5)]
-def g(): return np.arange(3)
-"""
-    asserts = ["assert f() == [3, 0.5, True, 0.5]", "assert g().tolist() == [0, 1, 2]"]
-    assert "raised ModuleNotFoundError" in run(program, *asserts)[0].reason
-    with_packages = Bubblewrap(packages=[Path(np.__file__).parents[1]])
-    assert reasons(run_in(with_packages, judge, program, *asserts, limits=Limits())) == ["passed"] * 2
 
 
 def test_run_functions_works_without_isolation():

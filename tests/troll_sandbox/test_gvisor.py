@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
+from tests.troll_sandbox.processes import (
+    PARENT,
+    needs_bubblewrap,
+    only_program,
+    running,
+    wait_until,
+    wait_until_gone,
+)
 from troll.rewards.code import CodeGrader
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.gvisor import GVisor
@@ -54,19 +61,6 @@ ATTACKS = (
     "memory in files without a name",
     "tracing the runner",
 )
-
-#: Runs an endless program; the test sends a signal to this process.
-PARENT = """
-import signal, sys
-from troll_sandbox.gvisor import GVisor
-from troll_sandbox.limits import Limits
-from troll_sandbox.stream_runs import run_stdio
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may have inherited that it is ignored
-limits = Limits(cpu_seconds=50, wall_seconds=100)
-sandbox = GVisor()
-print(sandbox._folder, flush=True)
-run_stdio(sandbox, "while True: pass", [""], [""], limits)
-"""
 
 
 @cache
@@ -156,7 +150,7 @@ def test_packages_can_be_imported_but_not_changed(sandbox: GVisor, tmp_path: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_sandbox_ends_with_the_parent(sandbox: GVisor, number: signal.Signals) -> None:
-    command = [sys.executable, "-c", PARENT]
+    command = [sys.executable, "-c", PARENT, "gvisor", "GVisor", str(1 << 20)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         folder = parent.stdout.readline().strip()

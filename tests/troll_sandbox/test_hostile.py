@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import needs_bubblewrap, running, wait_until_gone
+from tests.troll_sandbox.processes import needs_bubblewrap, reason, running, wait_until_gone
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import MEBIBYTE, Limits
@@ -125,8 +125,7 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 fcntl.flock(file, fcntl.LOCK_SH)
 """
     wanted = "EPERM\n" * 4 + "True\nTrue\nTrue\n50\n"
-    (outcome,) = run_stdio(sandbox, program, [""], [wanted], LIMITS)
-    assert outcome.reason == "passed"
+    assert reason(sandbox, program, "", wanted, LIMITS) == "passed"
 
 
 def test_resident_memory_stays_within_the_limit(sandbox: Bubblewrap) -> None:

@@ -17,6 +17,11 @@ HEADERS = {
 EVERY = {**ALLOWED, **PRETENDED, **{name: rule.numbers for name, rule in CHECKED.items()}}
 
 
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     """What the filter returns, by an independent interpreter of classic BPF."""
     architecture = MACHINES[machine][1] if architecture is None else architecture
@@ -46,7 +51,6 @@ def call(machine: str, name: str, *arguments: int) -> int:
     return verdict(machine, number, *arguments)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_filter_refuses_calls_that_are_not_listed(machine: str) -> None:
     column = MACHINES[machine][0]
     allowed = {numbers[column] for numbers in ALLOWED.values()}
@@ -58,21 +62,18 @@ def test_filter_refuses_calls_that_are_not_listed(machine: str) -> None:
     assert verdict(machine, 435) == ENOSYS  # clone3, whose flags are behind a pointer: the C library then uses clone
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_tables_list_each_number_once(machine: str) -> None:
     numbers = [number for both in EVERY.values() if (number := both[MACHINES[machine][0]]) is not None]
     assert len(numbers) == len(set(numbers)) > 100
     assert len(EVERY) == len(ALLOWED) + len(PRETENDED) + len(CHECKED)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_filter_allows_threads_but_no_processes(machine: str) -> None:
     assert call(machine, "clone", 0x3D0F00) == ALLOW  # what the C library passes for a thread
     assert call(machine, "clone", 17) == EPERM
     assert call(machine, "clone", 0x10000000 | 17) == EPERM
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_filter_keeps_the_parent_death_signal(machine: str) -> None:
     assert call(machine, "prctl", 1) == EPERM
     assert call(machine, "prctl", 1 << 32 | 1) == EPERM  # of which the kernel reads the low half
@@ -80,7 +81,6 @@ def test_filter_keeps_the_parent_death_signal(machine: str) -> None:
     assert call(machine, "prctl", 4) == call(machine, "prctl", 22) == call(machine, "prctl", 59) == EPERM
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_filter_refuses_leases_and_watches_on_any_descriptor(machine: str) -> None:
     allowed = {*range(8), 36, 37, 38, 1030}
     for command in [*range(50), *range(1020, 1050)]:
@@ -89,7 +89,6 @@ def test_filter_refuses_leases_and_watches_on_any_descriptor(machine: str) -> No
     assert call(machine, "fcntl", 1024, 0) == ALLOW  # a descriptor of that number
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_filter_decides_by_arguments(machine: str) -> None:
     assert call(machine, "flock", 3, 1) == call(machine, "flock", 3, 8) == ALLOW
     assert call(machine, "flock", 3, 2) == call(machine, "flock", 3, 2 | 4) == EPERM
@@ -110,7 +109,6 @@ def test_filter_decides_by_arguments(machine: str) -> None:
     assert call(machine, "madvise", 0, 4096, 21) == EPERM
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_filter_kills_foreign_calls(machine: str) -> None:
     assert verdict(machine, 0x40000000 - 1) == ENOSYS
     assert verdict(machine, 0x40000000) == KILL
@@ -119,7 +117,6 @@ def test_filter_kills_foreign_calls(machine: str) -> None:
     assert verdict(machine, 39, architecture=0x40000003) == KILL  # 32-bit x86
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 def test_tables_have_the_numbers_of_the_kernel(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"no {HEADERS[machine]} here")

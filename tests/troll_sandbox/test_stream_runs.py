@@ -9,31 +9,33 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.troll_sandbox.processes import needs_bubblewrap, running, start_at_the_third_attempt_only, tried_again
+from tests.troll_sandbox.processes import (
+    needs_bubblewrap,
+    reason,
+    running,
+    start_at_the_third_attempt_only,
+    tried_again,
+)
 from troll_sandbox.bubblewrap import Bubblewrap
-from troll_sandbox.cases import StreamTests
+from troll_sandbox.cases import CodeTests, StreamTests, Tests
 from troll_sandbox.errors import SandboxError
-from troll_sandbox.limits import MEBIBYTE, PASSED, Limits, Outcome
+from troll_sandbox.limits import MEBIBYTE, PASSED, Limits
 from troll_sandbox.stream_runs import run_stdio
 
 pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
+SIXTEEN = "0123456789abcde\n"
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 
-def reason(sandbox: Bubblewrap, program: str, text: str = "", expected: str = "3", limits: Limits = LIMITS) -> str:
-    (outcome,) = run_stdio(sandbox, program, [text], [expected], limits)
-    assert outcome.passed == (outcome.reason == "passed")
-    return outcome.reason
-
-
 def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
-    outcomes = run_stdio(sandbox, ADD, ["1 2\n", "2 2\n", "x\n", "5 6"], ["3\n", "5", "", "11"], LIMITS)
-    reasons = [outcome.reason for outcome in outcomes]
-    assert reasons[:2] == ["passed", "wrong answer"]
-    assert reasons[2].startswith("raised ValueError: ")
-    assert reasons[3] == "passed"
+    inputs, outputs = ["1 2\n", "2 2\n", "x\n", "5 6"], ["3\n", "5", "", "11"]
+    reasons = [outcome.reason for outcome in run_stdio(sandbox, ADD, inputs, outputs, LIMITS)]
+    error = "raised ValueError: invalid literal for int() with base 10: 'x'"
+    assert reasons == ["passed", "wrong answer", error, "passed"]
+    stopped = run_stdio(sandbox, ADD, inputs, outputs, LIMITS, stop_at_failure=True)
+    assert [outcome.reason for outcome in stopped] == ["passed", "wrong answer", "not run", "not run"]
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,7 @@ def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
         ("if __name__ == '__main__':\n    print(3)", "passed"),
         ("import sys\nprint(3)\nprint('noise', file=sys.stderr)", "passed"),
         ("import __main__\nx = 3\nprint(__main__.x)", "passed"),
-        ("import asyncio\nasync def main():\n    print(3)\nasyncio.run(main())", "passed"),
-        ("import tempfile\nwith tempfile.TemporaryFile() as file:\n    print(3)", "passed"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 3\nprint(A().x)", "passed"),
-        (
-            "import sys\nsys.setrecursionlimit(10**6)\nf = lambda n: n and f(n - 1)\nprint(3 + f(20000))",
-            "passed",
-        ),
         ("file = open(1, 'w', closefd=False)\nfile.write('3')", "passed"),
         ("import io, sys\nprint(3)\nsys.stdout = io.StringIO()", "passed"),
         ("import os, sys\nsys.stdout = os.fdopen(1, 'w', 100)\nprint(3)", "passed"),
@@ -74,21 +70,58 @@ def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
     ],
 )
 def test_run_stdio_reports_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
-    assert reason(sandbox, program) == wanted
+    assert reason(sandbox, program, limits=LIMITS) == wanted
 
 
-def test_output_is_bounded(sandbox: Bubblewrap) -> None:
-    limits = Limits(output_bytes=1000)
-    assert reason(sandbox, "print('x' * 998)", expected="x" * 998, limits=limits) == "passed"
-    assert reason(sandbox, "print('x' * 2000)", expected="x" * 250, limits=limits) == "output limit"
-    quiet = "try:\n    print('x' * 2000, flush=True)\nexcept OSError:\n    import os\n    os._exit(0)"
-    assert reason(sandbox, quiet, expected="x" * 250, limits=limits) == "output limit"
+QUIET = "try:\n    print('x' * 2000, flush=True)\nexcept OSError:\n    import os\n    os._exit(0)"
+FILE = "open('file', 'wb').write(bytes(3 << 20))\nprint(3)"
+MEMORY = "x = bytearray(200 << 20)\nprint(3)"
+CPU = "import time\nwhile time.process_time() < 0.4: pass\nprint(3)"
+TO_ITS_GROUP = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(0, signal.SIGTERM)
+print(3 * (os.getpgrp() == os.getpid()))
+"""
 
 
-def test_memory_is_bounded(sandbox: Bubblewrap) -> None:
-    program = "x = bytearray(200 << 20)\nprint(3)"
-    assert reason(sandbox, program, limits=Limits(memory_bytes=128 * MEBIBYTE)) == "memory limit"
-    assert reason(sandbox, program, limits=Limits(memory_bytes=256 * MEBIBYTE)) == "passed"
+@pytest.mark.parametrize(
+    ("program", "limits", "wanted"),
+    [
+        ("print(' ' * 990, 3)", {"output_bytes": 1000}, "passed"),
+        ("print(' ' * 2000, 3)", {"output_bytes": 1000}, "output limit"),
+        (QUIET, {"output_bytes": 1000}, "output limit"),
+        (MEMORY, {"memory_bytes": 128 * MEBIBYTE}, "memory limit"),
+        (MEMORY, {"memory_bytes": 256 * MEBIBYTE}, "passed"),
+        (FILE, {"disk_bytes": 2 * MEBIBYTE}, "raised OSError: [Errno 28] No space left on device"),
+        (FILE, {"disk_bytes": 8 * MEBIBYTE}, "passed"),
+        (CPU, {"cpu_seconds": 0.2}, "time limit"),
+        (CPU, {"cpu_seconds": 0.8}, "passed"),
+        ("import time\nwhile True: time.sleep(0.1)", {"wall_seconds": 1, "idle_seconds": 100}, "wall limit"),
+        (TO_ITS_GROUP, {"wall_seconds": 2}, "passed"),
+    ],
+)
+def test_run_stdio_keeps_each_limit(sandbox: Bubblewrap, program: str, limits: dict[str, float], wanted: str) -> None:
+    assert reason(sandbox, program, limits=Limits(**limits)) == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "expected", "wanted"),
+    [
+        ("print(int(input()) + 1)", "7" * 5000, "7" * 4999 + "8", "passed"),
+        (f"print({'7' * 5000} % 10 - 4, len(str(1 << 99999)))", "", "3 30103", "passed"),
+        ("import sys\nsys.stdout.write(sys.stdin.read())", SIXTEEN * (3 << 16), SIXTEEN * (3 << 16), "passed"),
+        ("#" * (5 << 20) + "\nprint(3)", "", "3", "passed"),
+        ("print(3)", "\ud800", "3", "passed"),
+        ("print(input())", "\ud800", "\ud800", "passed"),
+        ("print(input())", "\ud800", "\ud801", "wrong answer"),
+        ("import os\nos.write(1, b'\\xff')", "", "\ufffd", "wrong answer"),
+        ("print(input())", "Ünï\n", "Ünï", "passed"),
+    ],
+    ids=["digits", "digits in the source", "megabytes", "long source", *["characters"] * 5],
+)
+def test_run_stdio_takes_any_text(sandbox: Bubblewrap, program: str, text: str, expected: str, wanted: str) -> None:
+    assert reason(sandbox, program, text, expected, LIMITS) == wanted
 
 
 DEPTH = """
@@ -104,27 +137,20 @@ print(Caller()(100_000) + cached(100_000) + max(map(lambda n: Caller()(n), [100_
 
 
 def test_recursion_is_bounded_only_by_memory(sandbox: Bubblewrap) -> None:
-    assert reason(sandbox, DEPTH, expected="300000", limits=Limits()) == "passed"
+    assert reason(sandbox, DEPTH, expected="300000") == "passed"
     unasked = "def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))"
     assert reason(sandbox, unasked, expected="20000") == "passed"
     caught = "def f(n): return f(n + 1)\ntry:\n    f(0)\nexcept RecursionError:\n    print(3)"
     assert reason(sandbox, caught) == "passed"
 
 
-def test_integers_can_have_any_number_of_digits(sandbox: Bubblewrap) -> None:
-    assert reason(sandbox, "print(int(input()) + 1)", "7" * 5000, "7" * 4999 + "8") == "passed"
-    assert reason(sandbox, f"print({'7' * 5000} % 10 - 4, len(str(1 << 99999)))", "", "3 30103") == "passed"
-
-
 def test_output_limit_leaves_room_for_the_expected_output(sandbox: Bubblewrap) -> None:
     expected = "abc\n" * 3000
-    program = "for _ in range(3000): print('abc', ' ' * int(input()))"
+    program = "n = int(input())\nfor _ in range(3000): print('abc', ' ' * n)"
     limits = Limits(output_bytes=1000)
-    outcomes = run_stdio(
-        sandbox, "n = int(input())\n" + program.replace("int(input())", "n"), ["5", "5000"], [expected] * 2, limits
-    )
-    assert [outcome.reason for outcome in outcomes][1] in ("output limit", "raised OSError: [Errno 27] File too large")
-    assert outcomes[0].passed
+    first, second = run_stdio(sandbox, program, ["5", "5000"], [expected] * 2, limits)
+    assert first.passed
+    assert second.reason in ("output limit", "raised OSError: [Errno 27] File too large")
 
 
 @pytest.mark.parametrize("size", ["2**27", "2**29", "2**30", "2**31", "10**8"])
@@ -140,7 +166,7 @@ held = bytearray(200 << 20)
 thread.join()
 assert threading.stack_size() == {size}
 """
-    assert reason(sandbox, program, limits=Limits()) == "passed"
+    assert reason(sandbox, program) == "passed"
 
 
 def test_thread_stacks_leave_the_memory_to_the_program(sandbox: Bubblewrap) -> None:
@@ -158,7 +184,7 @@ held = bytearray(b"x") * (200 << 20)
 [thread.join() for thread in threads]
 print(3)
 """
-    assert reason(sandbox, program, limits=Limits()) == "passed"
+    assert reason(sandbox, program) == "passed"
 
 
 #: Raises the bound on address space by all that is for stacks.
@@ -181,33 +207,6 @@ def test_stack_memory_counts_once_it_is_touched(monkeypatch: pytest.MonkeyPatch,
     assert [outcome.reason for outcome in outcomes] == ["memory limit", "passed"]
 
 
-def test_work_folder_is_bounded(sandbox: Bubblewrap) -> None:
-    program = "open('file', 'wb').write(bytes(3 << 20))\nprint(3)"
-    assert reason(sandbox, program, limits=Limits(disk_bytes=2 * MEBIBYTE)).startswith("raised OSError: [Errno 28]")
-    assert reason(sandbox, program, limits=Limits(disk_bytes=8 * MEBIBYTE)) == "passed"
-
-
-def test_cpu_time_is_exact_to_fractions_of_a_second(sandbox: Bubblewrap) -> None:
-    program = "import time\nwhile time.process_time() < 0.4: pass\nprint(3)"
-    assert reason(sandbox, program, limits=Limits(cpu_seconds=0.2)) == "time limit"
-    assert reason(sandbox, program, limits=Limits(cpu_seconds=0.8)) == "passed"
-
-
-def test_run_stdio_takes_megabytes(sandbox: Bubblewrap) -> None:
-    text = "0123456789abcde\n" * (3 << 16)
-    assert reason(sandbox, "import sys\nsys.stdout.write(sys.stdin.read())", text, text) == "passed"
-    assert reason(sandbox, "#" * (5 << 20) + "\nprint(3)") == "passed"
-
-
-def test_run_stdio_takes_lone_surrogates(sandbox: Bubblewrap) -> None:
-    assert reason(sandbox, "print('\ud800')").startswith("raised SyntaxError")
-    assert reason(sandbox, "print(3)", "\ud800") == "passed"
-    assert reason(sandbox, "print(input())", "\ud800", "\ud800") == "passed"
-    assert reason(sandbox, "print(input())", "\ud800", "\ud801") == "wrong answer"
-    assert reason(sandbox, "import os\nos.write(1, b'\\xff')", "", "\ufffd") == "wrong answer"
-    assert reason(sandbox, "print(input())", "Ünï\n", "Ünï") == "passed"
-
-
 def test_tests_leave_no_files_to_the_next(sandbox: Bubblewrap) -> None:
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w')\nos.mkdir('folder')"
     outcomes = run_stdio(sandbox, program, [""] * 3, ["[]"] * 3, LIMITS)
@@ -216,21 +215,15 @@ def test_tests_leave_no_files_to_the_next(sandbox: Bubblewrap) -> None:
 
 def test_tests_after_a_killed_one_are_not_run(sandbox: Bubblewrap) -> None:
     program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
-    for killed, reason in (("1", "idle limit"), ("2", "time limit")):
+    for killed, why in (("1", "idle limit"), ("2", "time limit")):
         outcomes = run_stdio(sandbox, program, ["0", killed, "3"], ["3"] * 3, LIMITS)
-        assert [outcome.reason for outcome in outcomes] == ["passed", reason, "not run"]
+        assert [outcome.reason for outcome in outcomes] == ["passed", why, "not run"]
 
 
 def test_crash_fails_only_one_test(sandbox: Bubblewrap) -> None:
     program = "import os\nif input() == '1': os.abort()\nprint(3)"
     outcomes = run_stdio(sandbox, program, ["0", "1", "2"], ["3"] * 3, LIMITS)
     assert [outcome.passed for outcome in outcomes] == [True, False, True]
-
-
-def test_wall_limit_ends_a_program_that_is_not_idle(sandbox: Bubblewrap) -> None:
-    program = "import time\nwhile True: time.sleep(0.1)"
-    limits = Limits(wall_seconds=1, idle_seconds=100)
-    assert reason(sandbox, program, limits=limits) == "wall limit"
 
 
 def test_run_stdio_is_deterministic(sandbox: Bubblewrap) -> None:
@@ -250,19 +243,26 @@ def test_run_stdio_in_many_threads_leaves_no_descriptor(sandbox: Bubblewrap) -> 
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_executor_tries_again_if_a_sandbox_does_not_start(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_at_the_third_attempt_only(sandbox, monkeypatch)
-    three = StreamTests(("",), ("3",))
-    assert tried_again(sandbox, "print(3)", three) == [PASSED]
-    assert isinstance(tried_again(sandbox, "print(3)", three, Limits(wall_seconds=0.5)), SandboxError)
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("print(3)", StreamTests(("",), ("3",))),
+        ("def f(): return 1", CodeTests(("assert f() == 1",), "", ("f",), (), ())),
+    ],
+    ids=["by standard input", "by calls"],
+)
+def test_executor_tries_again_if_a_sandbox_does_not_start(
+    sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch, job: tuple[str, Tests]
+) -> None:
+    programs = Bubblewrap()
+    start_at_the_third_attempt_only(programs, monkeypatch)
+    assert tried_again(programs, *job, judges=sandbox) == [PASSED]
+    assert isinstance(tried_again(programs, *job, Limits(wall_seconds=0.5), sandbox), SandboxError)
 
 
 def test_standard_input_can_be_opened_by_name(sandbox: Bubblewrap) -> None:
     program = "print(open('/dev/stdin').read() == input() == 'x' * 100_000)"
-    assert run_stdio(sandbox, program, ["x" * 100_000, "y"], ["True", "False"], LIMITS) == [
-        Outcome(True, "passed"),
-        Outcome(True, "passed"),
-    ]
+    assert run_stdio(sandbox, program, ["x" * 100_000, "y"], ["True", "False"], LIMITS) == [PASSED] * 2
 
 
 def test_run_stdio_measures_the_cpu_time_of_each_test(sandbox: Bubblewrap) -> None:
@@ -279,14 +279,6 @@ def test_run_stdio_measures_the_cpu_time_of_each_test(sandbox: Bubblewrap) -> No
         assert seconds is not None and float(text) <= seconds < float(text) + 0.15  # neither the sleep nor other tests
 
 
-def test_run_stdio_can_stop_at_the_first_failure(sandbox: Bubblewrap) -> None:
-    inputs, outputs = ["1 2", "2 2", "1 1", "5 6"], ["3", "4", "3", "11"]
-    outcomes = run_stdio(sandbox, ADD, inputs, outputs, LIMITS, stop_at_failure=True)
-    assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "not run"]
-    outcomes = run_stdio(sandbox, ADD, inputs, outputs, LIMITS)
-    assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "passed"]
-
-
 @pytest.mark.parametrize("tidy", [True, False])
 def test_all_tests_of_a_program_share_the_wall_time(sandbox: Bubblewrap, tidy: bool) -> None:
     program = "import time\ntime.sleep(0.5)\nprint(3)" + ("" if tidy else "\nopen('left', 'w')")
@@ -300,9 +292,8 @@ def test_all_tests_of_a_program_share_the_wall_time(sandbox: Bubblewrap, tidy: b
 
 
 def test_random_kills_cause_no_wrong_verdict(sandbox: Bubblewrap) -> None:
-    program = (
-        "import time\nx = int(input())\nend = time.monotonic() + 0.05\nwhile time.monotonic() < end: pass\nprint(x)"
-    )
+    program = "import time\nx = int(input())\nend = time.monotonic() + 0.05\n"
+    program += "while time.monotonic() < end: pass\nprint(x)"
     mark = 4_000_000 + os.getpid() % 100_000
     limits = Limits(output_bytes=mark, wall_seconds=100)  # so long are killed programs tried again
     chance, killed = random.Random(0), 0
@@ -311,20 +302,12 @@ def test_random_kills_cause_no_wrong_verdict(sandbox: Bubblewrap) -> None:
         runs = [pool.submit(tried_again, sandbox, program, tests, limits) for _ in range(20)]
         while not all(run.done() for run in runs):
             time.sleep(chance.uniform(0.0, 0.3))
-            if victims := running(f",{mark},"):
+            if killed < 15 and (victims := running(f",{mark},")):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(chance.choice(victims), signal.SIGKILL)
                     killed += 1
     assert killed > 5
     assert [run.result() for run in runs] == [[PASSED] * 3] * 20
-
-
-def test_signal_to_its_group_reaches_only_the_program(sandbox: Bubblewrap) -> None:
-    program = (
-        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(0, signal.SIGTERM)\n"
-        "print(os.getpgrp() == os.getpid())"
-    )
-    assert reason(sandbox, program, expected="True", limits=Limits(wall_seconds=2)) == "passed"
 
 
 def test_run_stdio_requires_as_many_inputs_as_outputs(sandbox: Bubblewrap) -> None:

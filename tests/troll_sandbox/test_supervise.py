@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from tests.troll_sandbox.processes import busy_machine, needs_bubblewrap, wait_until, wait_until_gone
+from tests.troll_sandbox.processes import busy_machine, needs_bubblewrap, wait_until
 from troll_sandbox import supervise
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.errors import StarvedError
@@ -24,8 +24,7 @@ from troll_sandbox.supervise import Watch, wait_for
 
 pytestmark = needs_bubblewrap
 
-MARK = 2_000_000 + os.getpid() % 100_000
-LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, idle_seconds=0.5, output_bytes=MARK)
+LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, idle_seconds=0.5)
 
 BUSY = "while True: pass"
 SLEEP = "import time\ntime.sleep(1000)"
@@ -62,10 +61,6 @@ def verdict(sandbox: Bubblewrap, program: str, limits: Limits = LIMITS) -> str |
         return watched(process, limits)
 
 
-def test_watch_lets_a_program_end(sandbox: Bubblewrap) -> None:
-    assert verdict(sandbox, "print(3)") is None
-
-
 def test_watch_measures_cpu_time_of_the_whole_sandbox(sandbox: Bubblewrap) -> None:
     limits = Limits(cpu_seconds=10, wall_seconds=20, idle_seconds=1)
     with started(sandbox, "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(100)", limits) as process:
@@ -85,19 +80,6 @@ def test_watch_period_is_random(sandbox: Bubblewrap) -> None:
     assert 0.1 < min(periods) < 0.15 < 0.2 < max(periods) <= 0.25
 
 
-def test_watch_finds_a_sleeping_program_idle(sandbox: Bubblewrap) -> None:
-    start = time.monotonic()
-    assert verdict(sandbox, SLEEP) == "idle"
-    assert time.monotonic() - start < 5
-    wait_until_gone(f",{MARK},")
-
-
-def test_watch_has_a_wall_limit(sandbox: Bubblewrap) -> None:
-    limits = Limits(wall_seconds=0.5, idle_seconds=100, output_bytes=MARK)
-    assert verdict(sandbox, SLEEP, limits) == "wall"
-    wait_until_gone(f",{MARK},")
-
-
 def test_watch_counts_uninterruptible_waiting_as_idle() -> None:
     source = "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel suspends the parent
     process = Process([sys.executable, "-S", "-c", source], start_new_session=True)
@@ -105,17 +87,16 @@ def test_watch_counts_uninterruptible_waiting_as_idle() -> None:
     assert watched(process, LIMITS) == "idle"
 
 
-def test_watch_counts_threads(sandbox: Bubblewrap) -> None:
+@pytest.mark.parametrize(("threads", "wanted"), [(10, "threads"), (21, "idle")])
+def test_watch_counts_threads(sandbox: Bubblewrap, threads: int, wanted: str) -> None:
     program = "import threading, time\nthreading.stack_size(1 << 16)\n"
     program += "for _ in range(20): threading.Thread(target=time.sleep, args=(99,)).start()"
     with started(sandbox, program) as process:
-        assert watched(process, replace(LIMITS, threads=10)) == "threads"
-    with started(sandbox, program) as process:
-        assert watched(process, replace(LIMITS, threads=21)) == "idle"
+        assert watched(process, replace(LIMITS, threads=threads)) == wanted
 
 
 def test_watch_does_not_call_waiting_for_a_busy_partner_idle(sandbox: Bubblewrap) -> None:
-    limits = Limits(cpu_seconds=2, wall_seconds=100, idle_seconds=0.5)
+    limits = Limits(cpu_seconds=1, wall_seconds=100, idle_seconds=0.5)
     with started(sandbox, SLEEP, limits) as waiting, started(sandbox, BUSY, limits) as partner:
         found: list[str | None] = []
         thread = threading.Thread(target=lambda: found.append(watched(waiting, limits, partner)))

@@ -54,37 +54,24 @@ def number(gold: str) -> Fraction | None:
     return Fraction(text) if re.fullmatch(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?", text) else None
 
 
-def spoiled(gold: str) -> Iterator[tuple[str, str]]:
-    """What was done to an answer, and the wrong answer that came of it."""
+def spoiled(gold: str) -> Iterator[str]:
+    """Wrong answers that something was done to."""
     value = number(gold)
     if value is None:
-        yield "one more", f"({gold}) + 1"
-        yield "sign", f"-({gold})"
-        yield "list", f"{gold}, 1234567"
+        yield from (f"({gold}) + 1", f"-({gold})", f"{gold}, 1234567")
         return
     mantissa, exponent = re.fullmatch(r"([^eE]*)(.*)", gold).groups()  # type: ignore[union-attr]
-    yield "one more", _text(value + 1)
-    yield "one less", _text(value - 1)
-    yield "list", f"{gold}, 1234567"
-    yield "alternative", rf"{gold} \text{{ or }} 1234567"
-    yield "words", rf"1234567 \text{{, not }} {gold}"
-    yield "swallowed", rf"{gold} \text{{ or 1234567}}"
-    yield "chain", f"1234567 = {gold}"
-    yield "approximation", rf"{gold} \approx 1234567"
-    yield "relation", f"x > {gold}"
-    yield "neighbours", _text(value - 1) + " 1"
-    yield "digit appended", mantissa + ("7" if "." in mantissa else "0.7"[1:] if mantissa == "0" else "7") + exponent
+    yield from (_text(value + 1), _text(value - 1))
+    yield from (f"{gold}, 1234567", rf"{gold} \text{{ or }} 1234567", rf"1234567 \text{{, not }} {gold}")
+    yield from (rf"{gold} \text{{ or 1234567}}", f"1234567 = {gold}", rf"{gold} \approx 1234567", f"x > {gold}")
+    yield _text(value - 1) + " 1"  # neighbours
+    yield mantissa + (".7" if mantissa == "0" else "7") + exponent
     if value:
-        yield "sign", mantissa[1:] + exponent if value < 0 else f"-{gold.lstrip('+')}"
-        yield "ten times, with a unit", _text(value * 10) + r" \text{ cm}"
-        yield "thousand times, with a unit", _text(value * 1000) + " m"
-        yield "a tenth", _text(value / 10)
-    if (
-        value
-        and len(mantissa.strip("+-")) > 1
-        and Fraction(mantissa.replace(",", "")[:-1].rstrip(".") + exponent or 0) != value
-    ):
-        yield "digit dropped", mantissa.replace(",", "")[:-1].rstrip(".") + exponent
+        yield mantissa[1:] + exponent if value < 0 else f"-{gold.lstrip('+')}"
+        yield from (_text(value * 10) + r" \text{ cm}", _text(value * 1000) + " m", _text(value / 10))
+        dropped = mantissa.replace(",", "")[:-1].rstrip(".") + exponent
+        if len(mantissa.strip("+-")) > 1 and Fraction(dropped) != value:
+            yield dropped
 
 
 def _text(value: Fraction) -> str:

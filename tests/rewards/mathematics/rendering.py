@@ -3,6 +3,7 @@
 It shares nothing with the code that reads answers: an expression is a tree of tuples, and its value is sympy's.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -14,15 +15,22 @@ Tree = tuple  # ("number", 3), ("symbol", "x"), ("constant", "pi"), (head, *tree
 
 _SYMBOLS = "abkmnprstvwxyzhlg"  # without d, which is a differential before another letter
 _GREEK = {"θ": r"\theta", "α": r"\alpha", "β": r"\beta", "λ": r"\lambda"}
-_LOOKS = (
-    r"\mathbf{%s}",
-    r"\boldsymbol{%s}",
-    r"\bm{%s}",
-    r"\textcolor{red}{%s}",
-    r"{\color{blue}%s}",
-    r"\underline{%s}",
-)
+_LOOKS = [r"\mathbf{%s}", r"\boldsymbol{%s}", r"\bm{%s}"]
+_LOOKS += [r"\textcolor{red}{%s}", r"{\color{blue}%s}", r"\underline{%s}"]
 _E = ("e", r"\mathrm{e}", r"{\rm e}", r"\operatorname{e}", r"\text{e}")
+
+
+_VALUES = {
+    "sum": operator.add,
+    "difference": operator.sub,
+    "product": operator.mul,
+    "quotient": operator.truediv,
+    "power": operator.pow,
+    "root": sympy.sqrt,
+    "sin": sympy.sin,
+    "cos": sympy.cos,
+    "exp": sympy.exp,
+}
 
 
 def trees(symbols: str = _SYMBOLS, depth: int = 3) -> st.SearchStrategy[Tree]:
@@ -34,10 +42,7 @@ def trees(symbols: str = _SYMBOLS, depth: int = 3) -> st.SearchStrategy[Tree]:
 
     def grown(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         return st.one_of(
-            st.tuples(st.just("sum"), inner, inner),
-            st.tuples(st.just("difference"), inner, inner),
-            st.tuples(st.just("product"), inner, inner),
-            st.tuples(st.just("quotient"), inner, inner),
+            *(st.tuples(st.just(head), inner, inner) for head in ("sum", "difference", "product", "quotient")),
             st.tuples(st.just("power"), letters, st.tuples(st.just("number"), st.integers(2, 12))),
             st.tuples(st.just("root"), inner),
             st.tuples(st.sampled_from(["sin", "cos", "exp"]), inner),
@@ -56,17 +61,7 @@ def value(tree: Tree) -> sympy.Expr:
     if head == "constant":
         return {"pi": sympy.pi, "e": sympy.E}[parts[0]]
     values = [value(part) for part in parts]
-    return {
-        "sum": lambda: values[0] + values[1],
-        "difference": lambda: values[0] - values[1],
-        "product": lambda: values[0] * values[1],
-        "quotient": lambda: values[0] / values[1],
-        "power": lambda: values[0] ** values[1],
-        "root": lambda: sympy.sqrt(values[0]),
-        "sin": lambda: sympy.sin(values[0]),
-        "cos": lambda: sympy.cos(values[0]),
-        "exp": lambda: sympy.exp(values[0]),
-    }[head]()
+    return _VALUES[head](*values)
 
 
 def differ(first: Tree, second: Tree) -> bool:
@@ -108,11 +103,7 @@ def perturbed(tree: Tree, random: Random) -> Tree:
 
 @dataclass
 class Printer:
-    """Writes expressions, and chooses at random among the ways to write each part.
-
-    Args:
-        random: Makes the choices.
-    """
+    """Writes expressions, and chooses at random among the ways to write each part."""
 
     random: Random
 
@@ -124,9 +115,7 @@ class Printer:
         if head in ("number", "symbol", "constant"):
             return self.leaf(head, parts[0])
         if head in ("sum", "difference"):
-            right = (
-                self._text(parts[1]) if head == "sum" and parts[1][0] != "sum" else self.grouped(parts[1], _ADDITIVE)
-            )
+            right = self.grouped(parts[1], ("sum",) if head == "sum" else _ADDITIVE)
             return f"{self._text(parts[0])} {self.sign(head)} {right}"
         return getattr(self, head)(*parts)
 
@@ -149,6 +138,9 @@ class Printer:
 
     def parentheses(self, text: str) -> str:
         return f"({text})"
+
+    def quotient(self, over: Tree, under: Tree) -> str:
+        return f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
 
     def function(self, name: str, part: Tree) -> str:
         return f"{name}({self._text(part)})"
@@ -228,7 +220,7 @@ class Unicode(Latex):
 
     def quotient(self, over: Tree, under: Tree) -> str:
         vulgar = {(("number", 3), ("number", 4)): "¾", (("number", 2), ("number", 3)): "⅔"}
-        return vulgar.get((over, under)) or f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
+        return vulgar.get((over, under)) or Printer.quotient(self, over, under)
 
     def power(self, base: Tree, exponent: Tree) -> str:
         return f"{self._text(base)}{str(exponent[1]).translate(self._SUPERSCRIPTS)}"
@@ -246,9 +238,6 @@ class Program(Printer):
 
     def product(self, first: Tree, second: Tree) -> str:
         return f"{self.grouped(first, _COMPOUND)}*{self.grouped(second, _COMPOUND)}"
-
-    def quotient(self, over: Tree, under: Tree) -> str:
-        return f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
 
     def power(self, base: Tree, exponent: Tree) -> str:
         return f"{self._text(base)}{self.random.choice(('**', '^'))}{self._text(exponent)}"
