@@ -298,6 +298,23 @@ def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path, dtyp
         )
 
 
+@pytest.mark.parametrize("log_p", LOG_PROBS[1:])
+def test_a_tail_that_moves_as_one_is_the_formula_on_dense_outcomes(log_p):
+    """The bucket is then no approximation: eight tokens outside the support have equal s."""
+    for move, others in moves(log_p):
+        old_row, new_row = (np.append(row, [-6.0, -6.5] * 4) for row in at(log_p, move, others))
+        new_row[6:] += 0.8
+        dense = reference.step(new_row, reference.capture(old_row, 0, 14, 0.0), 0.05, "bucket")
+        old = troll.capture(tensor(old_row[None]), torch.tensor([0]), top_k=6, mass_threshold=0.0)
+        assert sorted(old.token_ids[0].tolist()) == list(range(6))
+        leaf = tensor(new_row[None]).requires_grad_()
+        step = troll.trust_region_step(leaf, old, 0.05)
+        # One floor for eight tokens, or one each: 1e-11 of the mass.
+        assert step.log_ratio.item() == pytest.approx(dense.log_ratio, rel=1e-8, abs=1e-8)
+        (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
+        np.testing.assert_allclose(array(gradient[0]), dense.log_ratio_gradient, rtol=within(1e-6), atol=within(1e-6))
+
+
 def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: reference.StepRow) -> float:
     """Eight roundings of the numbers on the way; and where projected, what an error of 1e-4 · ε in KL moves.
 

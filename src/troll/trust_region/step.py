@@ -181,7 +181,10 @@ def pull_to_projection(outcomes: CommonOutcomes, found: TokenProjection) -> Tens
 
 def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
     """KL(p ‖ p̃), (...), differentiable in p̃: its gradient in the logits is `p̃ − p`, and acts at every token."""
-    return divergence(torch.where(outcomes.present, outcomes.old - outcomes.new, 0.0), outcomes.new)
+    # An old policy of NaN, as padding may have it, gives NaN, but no gradient: 0 times NaN would reach all weights.
+    known = ~outcomes.old.isnan().any(-1)
+    apart = torch.where(outcomes.present & known.unsqueeze(-1), outcomes.old - outcomes.new, 0.0)
+    return torch.where(known, divergence(apart, outcomes.new), torch.nan)
 
 
 def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> CommonOutcomes:
