@@ -1,33 +1,33 @@
-"""What verl loads of the plug-in by itself, in a process of its own."""
+"""What verl loads of the plug-in by itself, in processes of their own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-
-def run(program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+from tests.verl.fresh import Fresh
 
 
-def test_importing_verl_loads_nothing_that_is_not_needed() -> None:
-    loaded = "print(sorted(name for name in sys.modules if name.startswith('troll.verl')))"
-    assert run(f"import sys, verl\n{loaded}") == "['troll.verl', 'troll.verl.plugin']"
+def said(fresh: Fresh, program: str, **environment: str) -> str:
+    """The last line of a program that succeeds."""
+    done = fresh(program, **environment)
+    assert done.code == 0, "\n".join(done.said)
+    return done.said[-1]
 
 
-def test_servers_and_agent_loops_get_what_they_need_without_the_engines() -> None:
+@pytest.mark.parametrize(
+    ("plugins", "loaded"), [("auto", "troll.verl troll.verl.plugin"), ("none", ""), ("another", "")]
+)
+def test_importing_verl_loads_nothing_that_is_not_needed(fresh: Fresh, plugins: str, loaded: str) -> None:
+    """Of the package; and of the platform for a CPU, which has engines and a rollout as well."""
+    program = """
+import sys, verl
+print("loaded", *sorted(x for x in sys.modules if x.startswith(("troll.verl", "verl_cpu", "verl.workers"))))
+"""
+    found = said(fresh, program, VERL_USE_EXTERNAL_PLUGINS=plugins)
+    assert found.split() == ["loaded", *loaded.split(), "verl_cpu", "verl_cpu.platform"]
+
+
+def test_servers_and_agent_loops_get_what_they_need_without_the_engines(fresh: Fresh) -> None:
     program = """
 import sys
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -38,20 +38,7 @@ print(
     "troll.verl.seam.training" in sys.modules,
 )
 """
-    assert run(program) == "troll.verl.plugin verl.experimental.agent_loop.agent_loop False"
-
-
-def test_a_verl_that_lacks_something_goes_on_without_troll() -> None:
-    program = """
-import verl.workers.rollout.replica as replica
-del replica.TokenOutput.model_fields["extra_fields"]
-import verl.experimental.agent_loop.agent_loop
-try:
-    import troll.verl.agent_loop
-except ImportError as error:
-    print(error)
-"""
-    assert "troll.verl does not work with verl" in run(program)
+    assert said(fresh, program) == "troll.verl.plugin verl.experimental.agent_loop.agent_loop False"
 
 
 #: verl lacks something that our rollouts need, and its own servers and agent loops know their configuration.
@@ -74,32 +61,22 @@ class Loop(Own): ...
 plugin._carry(SimpleNamespace(AgentLoopBase=Loop))
 Server = replica.RolloutReplicaRegistry.get("vllm")
 old, rollout = (SimpleNamespace(custom={"trust_region": {"anchor": anchor}}) for anchor in ("old", "rollout"))
-"""
 
-
-def test_plugin_leaves_verls_own_servers_where_it_cannot_be_used() -> None:
-    program = """
 assert issubclass(Server, Own) and Server.__name__ == "Own"
 for config in (old, SimpleNamespace(custom=None), SimpleNamespace()):
     assert Server(config).config is Loop(config).config is config
-print("as without TROLL")
+for needs in (Server, Loop):
+    try:
+        needs(rollout)
+    except RuntimeError as error:
+        print("raised", error, type(error.__cause__).__name__)
 """
-    assert run(LACKING + program) == "as without TROLL"
 
 
-@pytest.mark.parametrize("which", ["Server", "Loop"])
-def test_plugin_raises_the_first_cause_where_a_rollout_needs_it(which: str) -> None:
-    program = f"""
-try:
-    {which}(rollout)
-except RuntimeError as error:
-    print(error, type(error.__cause__).__name__)
-"""
-    said = run(LACKING + program)
-    assert "anchor=rollout needs" in said and "extra_fields of TokenOutput" in said and said.endswith("ImportError")
-
-
-@pytest.mark.parametrize("policy", ["none", "another"])
-def test_switched_off_it_is_not_loaded(policy: str) -> None:
-    program = "import sys, verl; print('troll.verl.plugin' in sys.modules)"
-    assert run(program, VERL_USE_EXTERNAL_PLUGINS=policy) == "False"
+def test_plugin_raises_its_first_cause_only_where_a_rollout_needs_it(fresh: Fresh) -> None:
+    done = fresh(LACKING)
+    assert done.code == 0, "\n".join(done.said)
+    server, loop = (line for line in done.said if line.startswith("raised"))
+    for error in (server, loop):
+        assert "anchor=rollout needs" in error and "extra_fields of TokenOutput" in error
+        assert error.endswith("ImportError")

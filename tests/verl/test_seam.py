@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from tests.verl.fresh import Fresh
 from troll.needed import Needed
 from troll.verl.seam import check, training
 
@@ -20,19 +18,32 @@ def test_all_that_is_missing_is_said_at_once() -> None:
         check([first, training.NEEDED[0], second])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("del fsdp.FSDPEngineWithLMHead.prepare_model_outputs", "FSDPEngineWithLMHead.prepare_model_outputs (what was"),
-        ("import verl.workers.engine.utils as u; del u.pad_packed_inputs", "cannot import name 'pad_packed_inputs'"),
-    ],
-)
-def test_a_verl_that_lacks_something_is_refused_at_import(change: str, message: str) -> None:
-    program = (
-        "import verl.workers.engine.fsdp.transformer_impl as fsdp\n"
-        f"{change}\nfrom troll.verl import TrollPolicyLossConfig"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
+#: A change of verl, what is imported of it and goes on without TROLL, the import that is refused, and the reason.
+LACKING = {
+    "a method": (
+        "import verl.workers.engine.fsdp.transformer_impl as x; del x.FSDPEngineWithLMHead.prepare_model_outputs",
+        "from troll.verl import TrollPolicyLossConfig",
+        "FSDPEngineWithLMHead.prepare_model_outputs (what was",
+    ),
+    "a function": (
+        "import verl.workers.engine.utils as x; del x.pad_packed_inputs",
+        "from troll.verl import TrollPolicyLossConfig",
+        "cannot import name 'pad_packed_inputs'",
+    ),
+    "a field": (
+        "import verl.workers.rollout.replica as x; del x.TokenOutput.model_fields['extra_fields']\n"
+        "import verl.experimental.agent_loop.agent_loop",
+        "import troll.verl.agent_loop",
+        "extra_fields of TokenOutput",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "refused", "message"), LACKING.values(), ids=LACKING)
+def test_a_verl_that_lacks_something_is_refused_at_import(
+    fresh: Fresh, change: str, refused: str, message: str
+) -> None:
+    done = fresh(f"{change}\nprint('verl itself goes on')\n{refused}")
+    assert done.code == 1 and "verl itself goes on" in done.said
+    last = done.said[-1]
     assert message in last and "troll.verl does not work with verl" in last and "verified with verl 0.9" in last
