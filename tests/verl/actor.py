@@ -208,12 +208,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Actor:
-    """What verl's `ActorRolloutRefWorker` makes of the actor, and the calls that its v1 trainer makes.
-
-    Attributes:
-        config: verl's.
-        steps: The updates so far.
-    """
+    """What verl's `ActorRolloutRefWorker` makes of the actor, and the calls that its v1 trainer makes."""
 
     config: DictConfig
     steps: list[Step] = field(default_factory=list)
@@ -223,13 +218,8 @@ class Actor:
         model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         rollout = self.config.actor_rollout_ref.rollout
         actor.model_config = model
-        worker = TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=model,
-            engine_config=actor.engine,
-            optimizer_config=actor.optim,
-            checkpoint_config=actor.checkpoint,
-        )
+        parts = {"engine_config": actor.engine, "optimizer_config": actor.optim, "checkpoint_config": actor.checkpoint}
+        worker = TrainingWorkerConfig(model_type="language_model", model_config=model, **parts)
         engine = worker.engine_config
         engine.use_dynamic_bsz = actor.use_dynamic_bsz
         engine.infer_max_token_len_per_gpu = rollout.log_prob_max_token_len_per_gpu
@@ -313,14 +303,8 @@ class Actor:
         """The updates of one rollout; verl's metrics, a list each."""
         batch = batch.copy()
         entropy = self.actor.calculate_entropy or self.actor.entropy_coeff != 0
-        defaults = {
-            "global_batch_size": mini_batch,
-            "mini_batch_size": mini_batch,
-            "epochs": 1,
-            "seed": 3,
-            "calculate_entropy": entropy,
-            "dataloader_kwargs": {"shuffle": False},
-        }
+        defaults = {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": 1, "seed": 3}
+        defaults |= {"calculate_entropy": entropy, "dataloader_kwargs": {"shuffle": False}}
         tu.assign_non_tensor(batch, **(defaults | options))
         output = self.worker.train_mini_batch(batch)
         return {} if output is None else tu.get(output, "metrics")

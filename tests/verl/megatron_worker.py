@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from megatron.core import parallel_state as mpu
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.elastic.utils.distributed import get_free_port
 from verl.utils.megatron_utils import unwrap_model
 
 from tests.verl import worker
@@ -29,7 +26,6 @@ from tests.verl.actor import (
     composed,
     nested,
     peaked_model,
-    place,
     policy_loss,
     rollout,
     saved,
@@ -51,28 +47,18 @@ def save_divisible_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model and its tokens are spread over four processes; what is left is data parallelism.
-
-    Attributes:
-        name: Of the layout.
-        tensor: Processes over which tensors are spread, the vocabulary too.
-        context: Processes over which every sequence is spread.
-        pipeline: Stages.
-        packed: Whether batches are packed.
-        cases: Of `CASES`.
-        heads: Whether the LM head is read, one after the other; else its logits.
-        settings: Further ones of `actor_rollout_ref.actor.megatron`.
-        per_token: Whether Megatron divides by tokens, as Megatron-Bridge has it under context parallelism.
-    """
+    """How the model and its tokens are spread over four processes; what is left is data parallelism."""
 
     name: str
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     packed: bool = True
+    #: Of `CASES`; each with the LM head read, and with its logits.
     cases: tuple[str, ...] = ("token",)
-    heads: tuple[bool, ...] = (True, False)
+    #: Further ones of `actor_rollout_ref.actor.megatron`.
     settings: tuple[str, ...] = ()
+    #: Whether Megatron divides by tokens, as Megatron-Bridge has it under context parallelism.
     per_token: bool = False
 
     @property
@@ -189,16 +175,14 @@ def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, 
     }
 
 
-def main(rank: int, world: int, port: int, model: Path, out: Path, layouts: tuple[Layout, ...]) -> None:
-    """Every case of every layout; what rank 0 found goes into a file."""
-    os.environ.update(place(rank, world, port))
-    torch.set_num_threads(1)
+def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
+    """Every case of every layout."""
     found: dict[str, dict[Any, Any]] = {}
     with on_cpu():
         for layout in layouts:
             actor = MegatronActor(configuration(model, *layout.overrides()))
             found[layout.name] = {}
-            for head in layout.heads:
+            for head in (True, False):
                 assert actor.engine.reads_head
                 with mock.patch.dict(vars(actor.engine), reads_head=head):
                     for case in layout.cases:
@@ -209,15 +193,4 @@ def main(rank: int, world: int, port: int, model: Path, out: Path, layouts: tupl
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
                 found[layout.name]["adaptive"] = worker.adapted(actor.reset(regression_target=1e-6), own)
             mpu.destroy_model_parallel()
-    if rank == 0:
-        torch.save(found, out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(model: Path, out: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
-    """Starts four processes that share one import of verl and Megatron, which takes longer than what they do."""
-    multiprocessing.set_forkserver_preload([__name__])
-    arguments = (4, get_free_port(), model, out, layouts)
-    torch.multiprocessing.start_processes(main, arguments, nprocs=4, start_method="forkserver")
-    return torch.load(out, weights_only=False)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
@@ -188,26 +188,6 @@ def test_records_follow_their_sequences_through_verls_batches() -> None:
         tu.make_iterator(data, 4, epochs=1, dataloader_kwargs={"shuffle": False}), (0, 4, 8), strict=True
     ):
         check_aligned(mini_batch, list(range(at, at + 4)), policies)
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.slow
-def test_rays_object_store_returns_the_same_bits(local_ray: None) -> None:
-    import ray
-
-    data, policies = with_field()
-    parts = [ray.get(ray.put(part)) for part in tu.chunk_tensordict(ray.get(ray.put(data)), 3)]
-    whole = tu.concat_tensordict(parts)
-    pairs = zip(whole["old_policies"].unbind(), data["old_policies"].unbind(), strict=True)
-    assert all(torch.equal(got, sent) for got, sent in pairs)
-    check_aligned(whole, list(range(12)), policies)
 
 
 def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:

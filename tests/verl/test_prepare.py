@@ -6,8 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
-import pandas
 import pytest
+from pyarrow.parquet import read_table
 
 from troll.rewards.mathematics import compute_score
 
@@ -22,7 +22,7 @@ def test_rows_have_verls_columns_and_their_gold_answers_score(
     runpy.run_path(str(ROOT / "examples" / "verl" / "prepare.py"), run_name="__main__")
     assert "train.parquet" in capsys.readouterr().out
     for name in ("train", "test"):
-        rows = pandas.read_parquet(tmp_path / f"{name}.parquet").to_dict("records")
+        rows = read_table(tmp_path / f"{name}.parquet").to_pylist()
         assert rows
         for index, row in enumerate(rows):
             assert row.keys() == {"data_source", "ability", "prompt", "reward_model", "extra_info"}
