@@ -51,31 +51,13 @@ def load_example(mpu: Any) -> Any:
 
 def make_args(case: Case | None = None, **changes: Any) -> Namespace:
     """slime's arguments, where they matter here, with their defaults; and those of a case."""
-    args = {
-        "advantage_estimator": "grpo",
-        "allgather_cp": False,
-        "calculate_per_token_loss": False,
-        "context_parallel_size": 1,
-        "custom_pg_loss_reducer_function_path": None,
-        "custom_tis_function_path": None,
-        "data_pad_size_multiplier": 8,
-        "entropy_coef": 0.0,
-        "get_mismatch_metrics": False,
-        "kl_loss_coef": 0.0,
-        "kl_loss_type": "k1",
-        "recompute_loss_function": False,
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "tis_clip": 2.0,
-        "tis_clip_low": 0,
-        "use_dynamic_batch_size": True,
-        "use_kl_loss": False,
-        "use_opsm": False,
-        "use_rollout_entropy": False,
-        "use_rollout_logprobs": False,
-        "use_tis": False,
-        "use_unbiased_kl": False,
-    }
+    names = ["allgather_cp", "calculate_per_token_loss", "get_mismatch_metrics", "recompute_loss_function"]
+    names += ["use_kl_loss", "use_opsm", "use_rollout_entropy", "use_rollout_logprobs", "use_tis", "use_unbiased_kl"]
+    args: dict[str, Any] = dict.fromkeys(names, False)
+    args |= {"advantage_estimator": "grpo", "context_parallel_size": 1, "data_pad_size_multiplier": 8}
+    args |= {"custom_pg_loss_reducer_function_path": None, "custom_tis_function_path": None}
+    args |= {"entropy_coef": 0.0, "kl_loss_coef": 0.0, "kl_loss_type": "k1", "tis_clip": 2.0, "tis_clip_low": 0}
+    args |= {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "use_dynamic_batch_size": True}
     if case is not None:
         args |= {
             "rollout_temperature": case.temperature,
@@ -141,14 +123,9 @@ def get_batch(data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: 
 
 
 def forward(model: Network, batch: Batch) -> Tensor:
-    return model(
-        input_ids=batch["tokens"],
-        position_ids=None,
-        attention_mask=None,
-        labels=None,
-        packed_seq_params=batch["packed_seq_params"],
-        loss_mask=batch["full_loss_masks"],
-    )
+    unused = dict.fromkeys(("position_ids", "attention_mask", "labels"))
+    names = {"input_ids": "tokens", "packed_seq_params": "packed_seq_params", "loss_mask": "full_loss_masks"}
+    return model(**unused, **{name: batch[ours] for name, ours in names.items()})
 
 
 def get_log_probs(logits: Tensor, group: dist.ProcessGroup | None, args: Namespace, batch: Batch) -> list[Tensor]:
@@ -225,22 +202,9 @@ def loss_function(
 
 
 #: What an update's micro-batch has; nothing can be added to it.
-TRAINING_KEYS = (
-    "tokens",
-    "multimodal_train_inputs",
-    "packed_seq_params",
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "returns",
-    "rollout_log_probs",
-    "teacher_log_probs",
-    "rollout_mask_sums",
-)
+TRAINING_KEYS = ["tokens", "multimodal_train_inputs", "packed_seq_params", "total_lengths", "response_lengths"]
+TRAINING_KEYS += ["loss_masks", "log_probs", "ref_log_probs", "values", "advantages", "returns", "rollout_log_probs"]
+TRAINING_KEYS += ["teacher_log_probs", "rollout_mask_sums"]
 
 
 def train_one_step(

@@ -97,26 +97,20 @@ def test_get_waits_for_no_other_process_and_leaves_its_files(example: Any, targe
 
 
 @needs_gguf
-def test_get_says_that_the_disk_is_full(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_says_what_is_in_its_way(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(EXAMPLES)._replace(free=10_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(example.Failed, match="is full: the model needs 800 MB, and 10 MB are free"):
         example.get(target)
     assert not target.exists()
-
-
-def test_get_leaves_a_folder_that_holds_something_else(example: Any, target: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(example.Failed, match=r'gguf is missing.* pip install "troll-rl\[gguf\]"'):
+        example.get(target)
     target.mkdir(parents=True)
     (target / "notes.txt").write_text("mine")
     with pytest.raises(example.Failed, match="holds something else: remove it"):
         example.get(target)
     assert (target / "notes.txt").is_file()
-
-
-def test_get_names_the_package_that_is_missing(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(example.Failed, match=r'gguf is missing.* pip install "troll-rl\[gguf\]"'):
-        example.get(target)
 
 
 def test_get_writes_an_ordinary_checkpoint(
@@ -156,14 +150,10 @@ def test_check_refuses_other_weights(example: Any, tmp_path: Path, monkeypatch: 
 
 
 def test_weights_sha256_sees_values_names_and_shapes_and_no_order(example: Any) -> None:
-    weights = torch.arange(6.0)
-    known = example.weights_sha256({"a": weights, "b": weights + 1})
-    assert example.weights_sha256({"b": weights + 1, "a": weights.clone()}) == known
-    others = [
-        {"a": weights + 1, "b": weights},
-        {"a": weights, "c": weights + 1},
-        {"a": weights[None], "b": weights + 1},
-    ]
+    a, b = torch.arange(6.0), torch.arange(6.0) + 1
+    known = example.weights_sha256({"a": a, "b": b})
+    assert example.weights_sha256({"b": b, "a": a}) == known
+    others = ({"a": b, "b": a}, {"a": a, "c": b}, {"a": a[None], "b": b})
     assert known not in map(example.weights_sha256, others)
 
 
