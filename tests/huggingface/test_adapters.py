@@ -24,10 +24,8 @@ EVERYWHERE: dict[str, Any] = {"target_modules": ["q_proj", "up_proj", "embed_tok
 
 #: Settings of a LoRA adapter of Llama, by what is special about them.
 LORA: dict[str, dict[str, Any]] = {
-    **{name: {"target_modules": [name]} for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
+    **{name: {"target_modules": [name]} for name in ("q_proj", "down_proj", "lm_head", "embed_tokens")},
     "all-linear": {"target_modules": "all-linear"},
-    "lm_head": {"target_modules": ["lm_head"]},
-    "embed_tokens": {"target_modules": ["embed_tokens"]},
     "everywhere": EVERYWHERE,
     "tied adapters": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
     "tied adapter": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
@@ -92,7 +90,8 @@ def assert_merged_alike(made: Any) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merging_gives_the_logits_of_the_forward_with_adapters(name, tied):
-    for dtype in (torch.float64, torch.float32):
+    # Of float32, the kinds of sums.
+    for dtype in (torch.float64, *([torch.float32] if name in ("everywhere", "dora", "tokens", "oft") else [])):
         model: Any = make_model("llama", tie_word_embeddings=tied)
         model.to(dtype)
         assert_merged_alike(adapted(model, ADAPTERS[name]))

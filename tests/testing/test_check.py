@@ -128,7 +128,7 @@ def with_gradient(gradient: Tensor) -> Callable[[Update, Case], Update]:
     return lambda update, case: dataclasses.replace(update, gradient=gradient)
 
 
-def with_metrics(change: Callable[[dict[str, float]], dict[str, float]]) -> Callable[[Update, Case], Update]:
+def with_metrics(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Update, Case], Update]:
     return lambda update, case: dataclasses.replace(update, metrics=change(dict(update.metrics)))
 
 

@@ -41,7 +41,6 @@ def environments(variables: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def verl_of(python: Path) -> tuple[str, Path]:
-    """The version that an environment imports, and where it is."""
     version, origin = subprocess.check_output([python, "-c", _VERL], text=True).split()
     return version, Path(origin)
 

@@ -27,7 +27,7 @@ class Fresh:
 
     def __call__(self, program: str, **environment: str) -> Any:
         """Its `code`, and the `said` lines of both outputs."""
-        print(json.dumps([program, environment]), file=self._requests, flush=True)
+        print(json.dumps((program, environment)), file=self._requests, flush=True)
         return SimpleNamespace(**json.loads(self._answers.readline()))
 
 
@@ -41,7 +41,8 @@ def serve() -> None:
         read, write = os.pipe()
         pid = os.fork()
         if not pid:
-            run(*json.loads(line), write)
+            program, environment = json.loads(line)
+            run(program, environment, write)
         os.close(write)
         with os.fdopen(read) as output:
             said = output.read().splitlines()

@@ -54,7 +54,7 @@ class Layout:
     context: int = 1
     pipeline: int = 1
     packed: bool = True
-    #: Of `CASES`; each with the LM head read, and with its logits.
+    #: Of `CASES`.
     cases: tuple[str, ...] = ("token",)
     #: Further ones of `actor_rollout_ref.actor.megatron`.
     settings: tuple[str, ...] = ()
@@ -63,11 +63,15 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Processes over which batches are divided."""
         return 4 // (self.tensor * self.context * self.pipeline)
 
+    @property
+    def readings(self) -> list[tuple[str, bool]]:
+        """The cases, each from the LM head, and from its logits where these differ or there is nothing else."""
+        from_logits = [case for case in self.cases if case in ("token", "entropy") or len(self.cases) == 1]
+        return [(case, True) for case in self.cases] + [(case, False) for case in from_logits]
+
     def overrides(self) -> list[str]:
-        """On the command line."""
         sizes = {"tensor_model": self.tensor, "pipeline_model": self.pipeline, "context": self.context}
         return [
             f"actor_rollout_ref.model.use_remove_padding={self.packed}",
@@ -92,7 +96,6 @@ LAYOUTS = (
 
 
 def configuration(model: Path, *overrides: str) -> DictConfig:
-    """`composed` for Megatron."""
     return composed(
         model,
         *PLUG_IN,
@@ -120,7 +123,6 @@ class MegatronActor(Actor):
 
     @property
     def final_norm(self) -> torch.nn.Module:
-        """The module before the LM head, on the last stage."""
         return unwrap_model(self.engine.module[-1]).decoder.final_layernorm
 
     def _settings(self) -> Any:
@@ -133,7 +135,6 @@ class MegatronActor(Actor):
         return [p for chunk in self.engine.module for p in chunk.parameters()]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The whole parameters."""
         return {name: value.detach().clone() for name, value in self.engine.bridge.export_weights(self.engine.module)}
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -176,17 +177,15 @@ def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, 
 
 
 def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
-    """Every case of every layout."""
     found: dict[str, dict[Any, Any]] = {}
     with on_cpu():
         for layout in layouts:
             actor = MegatronActor(configuration(model, *layout.overrides()))
             found[layout.name] = {}
-            for head in (True, False):
-                assert actor.engine.reads_head
+            assert actor.engine.reads_head
+            for case, head in layout.readings:
                 with mock.patch.dict(vars(actor.engine), reads_head=head):
-                    for case in layout.cases:
-                        found[layout.name][case, head] = trained(actor, rollout(), **CASES[case])
+                    found[layout.name][case, head] = trained(actor, rollout(), **CASES[case])
             if layout.pipeline > 1:
                 replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
                 own = rollout()[replica::replicas]

@@ -59,7 +59,6 @@ class Update:
 
 
 def load(folder: Path, parameters: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """The model of a folder, with other parameters."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     if parameters is not None:
         missing, unexpected = model.load_state_dict(dict(parameters), strict=False)
@@ -83,14 +82,12 @@ def log_prob_error(logits: Tensor) -> float:
 
 @torch.no_grad()
 def capture(model: PreTrainedModel, sample: Sample, settings: Settings) -> SparsePolicy:
-    """A sequence's old policies."""
     logits = response_logits(model, sample, settings.temperature)
     return troll_capture(logits, sample.response, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
 
 
 @torch.no_grad()
 def capture_error(model: PreTrainedModel, sample: Sample, settings: Settings) -> float:
-    """What the logarithms of a sequence's old policies may be off by."""
     return log_prob_error(response_logits(model, sample, settings.temperature))
 
 
@@ -118,7 +115,7 @@ def update(
         mask = torch.cat([sample.mask for sample in batch]).bool()
         everything = SparsePolicy.cat(policies)
         constraint = _constraint(batch, settings, mask)
-        options = {"tail": settings.tail, "constraint": constraint, "pull": settings.pull}
+        options: dict[str, Any] = {"tail": settings.tail, "constraint": constraint, "pull": settings.pull}
         step = trust_region_step(torch.cat(logits), everything, settings.kl_bound, **options)
         for name in ("kl_before", "kl_after", "multiplier", "projected", "regression"):
             statistics.setdefault(name, []).append(getattr(step, name).detach()[mask])

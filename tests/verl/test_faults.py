@@ -68,7 +68,6 @@ DAMAGE: list[tuple[Callable[[TensorDict], list[Tensor]], type[Exception], str]] 
 
 
 def check_refused(actor: Actor, batch: TensorDict, error: type[Exception], message: str) -> None:
-    """Asserts that an update fails, and leaves network and optimizer alone."""
     before = actor.parameters()
     with pytest.raises(error, match=message):
         actor.update(batch)

@@ -24,17 +24,16 @@ from troll.verl.settings import TrollPolicyLossConfig
 VOCABULARY = 99
 
 
-def micro_batch(seed: int = 0) -> tuple[TensorDict, Tensor, Tensor, ResponseTokens]:
+def micro_batch() -> tuple[TensorDict, Tensor, Tensor, ResponseTokens]:
     """A batch, its labels, logits at every position, and where its response tokens are."""
-    data = as_batch(rollout(6, seed=seed))
+    data = as_batch(rollout(6))
     ids = data["input_ids"].values()
-    logits = 3 * torch.randn(len(ids), VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    logits = 3 * torch.randn(len(ids), VOCABULARY, generator=torch.Generator().manual_seed(0))
     tokens = ResponseTokens.of(response_places(data), len(data["responses"].values()))
     return data, torch.roll(ids, -1), logits, tokens
 
 
 def hooks(settings: TrollPolicyLossConfig) -> tuple[Capture, Update]:
-    """A capture, and an update around what it captures."""
     capturing = Capture(settings, entropy=True)
     return capturing, Update(settings, False, capturing.captured, lambda **_: (torch.zeros(()), {}), None, 1.0)
 
@@ -50,28 +49,11 @@ def read(
     return {name: values[0, tokens.rows] for name, values in outputs.items()}
 
 
-def test_a_capture_is_the_cores_to_the_bit() -> None:
-    data, labels, logits, tokens = micro_batch()
-    hook, _ = hooks(TrollPolicyLossConfig(top_k=8, mass_threshold=1e-3))
-    outputs = read(hook, logits, data, labels, tokens)
-    sampled = data["responses"].values()
-    wanted = capture(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
-    got = hook.captured.of(data).unpack()
-    for name in ("token_ids", "log_probs", "tail_log_prob", "slot"):
-        assert torch.equal(getattr(got, name), getattr(wanted, name))
-    assert got.vocab_size == VOCABULARY
-    log_probs = torch.log_softmax(logits, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
-    torch.testing.assert_close(outputs["log_probs"], log_probs)
-    assert outputs["log_probs"].all()
-
-
 def moved(logits: Tensor) -> Tensor:
-    """The logits of another network."""
     return logits + 0.8 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
 
 
 def report(data: TensorDict, policy: PackedPolicy) -> None:
-    """Makes a policy that of the rollout."""
     data["old_policies"] = nested(to_records(policy, data["responses"].offsets().diff().tolist()))
 
 
@@ -188,10 +170,10 @@ def test_verl_reports_the_metrics_of_an_update() -> None:
     }
     assert {name.removeprefix("actor/") for name in reported if "trust_region" in name} == set(updates)
     for name, values in updates.items():
-        assert len(values) == 4
-        wanted = max(values) if name.endswith("_max") else sum(values) / 4
+        assert len(values) == 3
+        wanted = max(values) if name.endswith("_max") else sum(values) / 3
         assert reported[f"actor/{name}"] == pytest.approx(wanted)
-    whole = actor.update(scored, mini_batch=16, micro_batch_size_per_gpu=16)
+    whole = actor.update(scored, mini_batch=12, micro_batch_size_per_gpu=12)
     counted = sum(int(sample.mask.sum()) for sample in rollout())
     assert whole["trust_region/old_policy_bytes"] == [pytest.approx(packed.nbytes / counted)]
 

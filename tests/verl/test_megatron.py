@@ -18,6 +18,7 @@ import torch
 from hydra.errors import InstantiationException
 from megatron.core import parallel_state as mpu
 from tensordict import TensorDict
+from torch import Tensor
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -30,7 +31,7 @@ from tests.verl.megatron_worker import CASES, LAYOUTS, Layout, configuration, sa
 from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
 from troll.verl import TrollMcoreActorConfig
 from troll.verl import settings as settings_module
-from troll.verl.megatron import TrollMegatronEngine
+from troll.verl.megatron import TrollMegatronEngine, hidden_states_for_logits
 from troll.verl.settings import TrollPolicyLossConfig
 
 #: Layouts that together have tensors, contexts and stages spread; the others are slow.
@@ -44,7 +45,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """What four processes find in layouts, fast or slow ones."""
 
     @cache
     def run(*, fast: bool) -> dict[str, Any]:
@@ -61,8 +61,7 @@ EVERY_CASE = [
         marks=() if layout.name in FAST else pytest.mark.slow,
     )
     for layout in LAYOUTS
-    for head in (True, False)
-    for case in layout.cases
+    for case, head in layout.readings
 ]
 
 
@@ -118,7 +117,6 @@ def engine(*, fp8: str | None = None, bucket: int | None = None) -> TrollMegatro
 
 
 def distinct(samples: list[Sample]) -> TensorDict:
-    """A batch no token of which occurs twice."""
     ids = itertools.count(1)
 
     def renumbered(sample: Sample) -> Sample:
@@ -175,6 +173,71 @@ def test_what_cannot_be_trained_is_refused(model: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(settings_module, "MegatronEngine", None)
     with pytest.raises(InstantiationException, match=r"pip install 'verl\[megatron\]'"):
         omega_conf_to_dataclass(configuration(model).actor_rollout_ref.actor)
+
+
+VOCABULARY, WIDTH = 11, 6
+
+
+class Head(torch.nn.Module):
+    sequence_parallel = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        return input_ @ (self.weight if weight is None else weight).T, None
+
+
+class Model(torch.nn.Module):
+    """A model that ends as `GPTModel._postprocess` of megatron-core 0.18, which wants Python 3.12.
+
+    Before, the logits have no multiplier.
+    """
+
+    def __init__(self, tied: bool, multiplier: float) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.output_layer = Head()
+        self.tied, self.multiplier = tied, multiplier
+
+    def decoded(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Hidden states (L, B, H), and the weight of the head where it is not the head's own."""
+        return self.embedding(input_ids).transpose(0, 1).tanh(), self.embedding.weight if self.tied else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden_states, output_weight = self.decoded(input_ids)
+        logits, _ = self.output_layer(hidden_states, weight=output_weight, runtime_gather_output=None)
+        return (logits * self.multiplier).transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.25])
+@pytest.mark.parametrize("tied", [False, True])
+def test_hidden_states_and_weight_give_the_logits(tied: bool, multiplier: float) -> None:
+    torch.manual_seed(0)
+    model, waited = Model(tied, multiplier), []
+    # As Megatron waits for the weight, where it is gathered while other layers compute.
+    model.output_layer.register_forward_pre_hook(lambda *_: waited.append(True))
+    head: Any = model.output_layer
+    head.forward = calls = mock.Mock(wraps=head.forward)
+    ids = torch.randint(VOCABULARY, (2, 5))
+    with hidden_states_for_logits(model) as weights:
+        hidden = model(ids)
+    (weight,) = weights
+    assert hidden.shape == (2, 5, WIDTH) and calls.call_count == 0 and waited == [True]
+    assert weight is (model.embedding.weight if tied else model.output_layer.weight)
+    # Afterwards it is the model that it was.
+    torch.testing.assert_close(hidden @ weight.T, model(ids))
+    assert calls.call_count == 1
+
+
+def test_a_stage_without_a_head_is_left_as_it_is() -> None:
+    model = torch.nn.Linear(2, 2)
+    with hidden_states_for_logits(model) as weights:
+        assert model(torch.ones(2)).shape == (2,)
+    assert weights == []
 
 
 @pytest.mark.slow

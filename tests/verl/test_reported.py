@@ -18,7 +18,6 @@ SETTINGS: dict[str, Any] = {"vocab_size": V, "top_k": K, "mass_threshold": 1e-5}
 
 
 def engine_rows(count: int, number: int = K, *, scale: float = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """An engine's rows: ids and log-probabilities (T, 1 + number)."""
     generator = torch.Generator().manual_seed(seed)
     return rows_of(torch.log_softmax(scale * torch.randn(count, V, generator=generator), -1), number, generator)
 

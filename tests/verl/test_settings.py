@@ -128,7 +128,7 @@ REFUSED = {
 }
 
 #: Settings of verl, alone or together, and what is said of them beside TROLL.
-REFUSED_OF_VERL = {
+REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     (ADAPTIVE, f"{ACTOR}.policy_loss.regression_weight=0"): r"with regression_target, .* above 0 and finite, got 0",
     (ADAPTIVE, "data.train_batch_size=4"): r"is 0 with one update per rollout: lower ",
     ("trainer.use_v1=false",): r"set trainer\.use_v1=True",

@@ -12,7 +12,7 @@ import torch
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from tests.verl.vllm_engine import AsyncLLM, SamplingParams
-from troll import Truncation, capture
+from troll import capture
 from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.vllm_rollout import TopLogProbs, reporting
@@ -63,7 +63,6 @@ class Server:
 
 
 def outputs(engine: Any, **sampling: Any) -> list[Any]:
-    """What an engine yields for a request."""
 
     async def run() -> list[Any]:
         params = SamplingParams(**sampling)
@@ -92,19 +91,6 @@ def test_the_record_is_the_policy_that_was_sampled_from(step: int) -> None:
     torch.testing.assert_close(policy.log_probs.exp(), expected.log_probs.exp(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=1e-5, atol=1e-6)
     assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
-
-
-def test_the_record_of_a_truncated_rollout_is_the_kept_policy() -> None:
-    whole, truncation = distributions(), Truncation(top_k=5)
-    kept = torch.log_softmax(whole.masked_fill(whole < whole.topk(5).values[:, -1:], -torch.inf), -1)
-    sampled = whole.argmax(-1)
-    settings = {"trust_region": {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}}
-    output = generate(reporting(Server)(AsyncLLM(sampled.tolist(), kept.numpy()), settings, top_k=5))
-    policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
-    assert policy.truncated and policy.used.sum(-1).tolist() == [5] * len(TOKENS)
-    expected = capture(whole, sampled, truncation=truncation)
-    assert torch.equal(policy.token_ids[:, :5], expected.token_ids)
-    torch.testing.assert_close(policy.log_probs[:, :5], expected.log_probs, rtol=1e-5, atol=1e-6)
 
 
 def test_validation_may_sample_in_another_way() -> None:

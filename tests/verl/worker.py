@@ -72,7 +72,6 @@ def _process(
 
 
 def trained(actor: Actor, batch: TensorDict, **options: Any) -> dict[str, Any]:
-    """A rollout's old policies, updates and parameters, as plain tensors."""
     scored = actor.score(batch)
     return _found(actor, captured(actor.engine, batch), actor.update(scored, **options))
 
@@ -88,7 +87,6 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 
 
 def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
-    """Every case, packed; one padded; logits of which one process holds NaN; sequence parallelism; FSDP 1."""
     samples = rollout()[rank::world]
     found = {}
     for packed in (True, False):
@@ -185,26 +183,23 @@ def gathered_attention(
 
 
 def uninterrupted(actor: Actor, rank: int, world: int, checkpoint: Path) -> dict[str, Any]:
-    """Two rollouts, with a checkpoint between them."""
     actor.update(actor.score(as_batch(rollout(seed=1)[rank::world])))
     actor.engine.save_checkpoint(str(checkpoint), global_step=1)
     return trained(actor, as_batch(rollout(seed=2)[rank::world]))
 
 
 def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
-    """`uninterrupted` in processes of its own."""
     return uninterrupted(_actor(model), rank, world, checkpoint)
 
 
 def resumed(rank: int, world: int, model: Path, checkpoint: Path, *settings: str) -> dict[str, Any]:
-    """The second of the two rollouts, from the checkpoint."""
     actor = _actor(model, *settings)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     return trained(actor, as_batch(rollout(seed=2)[rank::world]))
 
 
 def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
-    """Like `resumed`, but the process dies once the old policies are captured, and one update made of four."""
+    """Like `resumed`, but the process dies once the old policies are captured, and one of its updates made."""
     actor = _actor(model)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     scored = actor.score(as_batch(rollout(seed=2)[rank::world]))
