@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 from atexit import register as at_exit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from unittest import mock
 
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -86,9 +87,27 @@ def peaked_model() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **SHAPE, **own))
 
 
+_parsed: dict[str, Any] = {}
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Within this context files of settings are parsed only the first time, which is what takes Hydra its time."""
+    load = OmegaConf.load
+
+    def load_once(file: Any) -> Any:
+        name = getattr(file, "name", file)
+        if name not in _parsed:
+            _parsed[name] = load(file)
+        return copy.deepcopy(_parsed[name])
+
+    with mock.patch.object(OmegaConf, "load", load_once):
+        yield
+
+
 def composed(model: Path, *overrides: str) -> DictConfig:
     """verl's own configuration, of its Hydra files, for any engine that trains a tiny model on a CPU."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
+    with parsed_once(), initialize_config_module("verl.trainer.config", version_base=None):
         return compose(
             "ppo_trainer",
             overrides=[

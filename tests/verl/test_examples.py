@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import runpy
 import subprocess
@@ -23,6 +22,7 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from tests.verl.actor import parsed_once
 from troll.rewards.mathematics import compute_score
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
@@ -58,15 +58,8 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def configure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configure]:
-    """Composes what scripts hand to verl; files of settings are parsed once, which is what takes Hydra its time."""
-    folder, load = tmp_path_factory.mktemp("launched"), OmegaConf.load
-    parsed: dict[str, Any] = {}
-
-    def load_once(file: Any) -> Any:
-        name = getattr(file, "name", file)
-        if name not in parsed:
-            parsed[name] = load(file)
-        return copy.deepcopy(parsed[name])
+    """Composes what scripts hand to verl."""
+    folder = tmp_path_factory.mktemp("launched")
 
     @cache
     def configuration(script: str, *settings: str, METHOD: str = "troll", **environment: str) -> Any:
@@ -77,8 +70,7 @@ def configure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configure]:
         with initialize_config_module("verl.trainer.config", version_base=None):
             return compose("ppo_trainer", overrides=overrides)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OmegaConf, "load", staticmethod(load_once))
+    with parsed_once():
         yield configuration
 
 
