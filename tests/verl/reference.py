@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +60,13 @@ class Update:
     error: float
 
 
+@functools.cache
+def _saved(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
 def load(folder: Path, parameters: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = copy.deepcopy(_saved(folder))
     if parameters is not None:
         missing, unexpected = model.load_state_dict(dict(parameters), strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}

@@ -45,7 +45,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-
     @cache
     def run(*, fast: bool) -> dict[str, Any]:
         layouts = tuple(layout for layout in LAYOUTS if (layout.name in FAST) is fast)

@@ -63,7 +63,6 @@ class Server:
 
 
 def outputs(engine: Any, **sampling: Any) -> list[Any]:
-
     async def run() -> list[Any]:
         params = SamplingParams(**sampling)
         return [x async for x in engine.generate(prompt=[1], sampling_params=params, request_id="a")]
