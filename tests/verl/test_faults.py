@@ -26,9 +26,9 @@ def truncated(scored: TensorDict) -> list[Tensor]:
 
 
 def flipped(scored: TensorDict) -> list[Tensor]:
-    first, *others = records(scored)
-    first[-1] ^= 1 << 7
-    return [first, *others]
+    found = records(scored)
+    found[0][-1] ^= 1 << 7
+    return found
 
 
 def of_other_lengths(scored: TensorDict) -> list[Tensor]:
