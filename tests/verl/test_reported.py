@@ -55,12 +55,10 @@ def test_the_record_is_the_cores_policy(scale: float, mass_threshold: float, num
 
 
 def test_the_whole_vocabulary_leaves_no_tail() -> None:
-    log_probs = torch.log_softmax(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), -1)
-    top = log_probs.topk(5)
-    ids, values = torch.cat([top.indices[:, 2:3], top.indices], -1), torch.cat([top.values[:, 2:3], top.values], -1)
-    got = read(old_policy_record(ids, values, vocab_size=5, top_k=K, mass_threshold=0.0))
-    assert got.top_k == 5 and got.tail_log_prob.eq(-torch.inf).all()
-    assert got.slot.eq(2).all()
+    ids, log_probs = engine_rows(4, V)
+    got = read(old_policy_record(ids, log_probs, vocab_size=V, top_k=V + 1, mass_threshold=0.0))
+    assert got.top_k == V and got.tail_log_prob.eq(-torch.inf).all()
+    assert torch.equal(got.token_ids.gather(-1, got.slot[:, None]), ids[:, :1].long())
 
 
 def test_rounding_that_exceeds_one_is_renormalised() -> None:
