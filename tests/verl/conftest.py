@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.fresh import Fresh
+from tests.verl.fresh import Fresh, started
 
 ON_CPU = Path(__file__).resolve().parents[2] / "examples" / "verl" / "cpu"
 
@@ -27,8 +26,5 @@ else:
 
 @pytest.fixture(scope="session")
 def fresh() -> Iterator[Fresh]:
-    command = [sys.executable, "-m", "tests.verl.fresh"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        yield Fresh(process.stdin, process.stdout)
-        process.kill()  # it has nothing to finish
+    with started() as fresh:
+        yield fresh

@@ -5,30 +5,35 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 #: Most of the time of an import of verl goes to these.
 PRELOADED = ("torch", "transformers", "ray", "tensordict", "datasets", "peft", "accelerate", "hydra", "fastapi")
 
 
-class Fresh:
-    """Runs one program after the other.
+#: Runs a program with these variables of the environment: its `code`, and the lines that it `said` in both outputs.
+Fresh = Callable[..., Any]
 
-    Args:
-        requests: Of the process that runs `serve`.
-        answers: Likewise.
-    """
 
-    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
-        self._requests, self._answers = requests, answers
+@contextmanager
+def started() -> Iterator[Fresh]:
+    command = [sys.executable, "-m", __name__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        requests, answers = process.stdin, process.stdout
 
-    def __call__(self, program: str, **environment: str) -> Any:
-        """Its `code`, and the `said` lines of both outputs."""
-        print(json.dumps((program, environment)), file=self._requests, flush=True)
-        return SimpleNamespace(**json.loads(self._answers.readline()))
+        def fresh(program: str, **environment: str) -> Any:
+            print(json.dumps((program, environment)), file=requests, flush=True)
+            return SimpleNamespace(**json.loads(answers.readline()))
+
+        yield fresh
+        process.kill()  # it has nothing to finish
 
 
 def serve() -> None:

@@ -101,19 +101,16 @@ def test_completions_end_with_the_first_end_of_sequence(model: PreTrainedModel) 
         assert output.token_ids[-1] == 1 or len(output.token_ids) == RESPONSE_LENGTH
 
 
-def test_temperature_zero_is_greedy(model: PreTrainedModel) -> None:
-    outputs = sampled(launch(model), PROMPTS, temperature=0.0)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert output.token_ids == logits_of(model, prompt, output.token_ids).argmax(-1).tolist()
-
-
-def test_new_weights_are_used_at_once(model: PreTrainedModel) -> None:
+def test_temperature_zero_is_greedy_and_new_weights_are_used_at_once(model: PreTrainedModel) -> None:
     server = launch(model)
     other = AutoModelForCausalLM.from_config(model.config).eval()
-    asyncio.run(server.update_weights(other.state_dict(), global_steps=8))
+    for step, network in ((7, model), (8, other)):
+        asyncio.run(server.update_weights(network.state_dict(), global_steps=step))
+        for prompt, output in zip(PROMPTS, sampled(server, PROMPTS, temperature=0.0), strict=True):
+            assert output.token_ids == logits_of(network, prompt, output.token_ids).argmax(-1).tolist()
+            assert output.extra_fields["global_steps"] == step
     (output,) = sampled(server, PROMPTS[:1])
     check_log_probs(other, PROMPTS[0], output)
-    assert output.extra_fields["global_steps"] == 8
 
 
 def test_as_the_anchor_it_reports_the_distributions_it_sampled_from(model: PreTrainedModel) -> None:
