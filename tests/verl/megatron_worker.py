@@ -35,6 +35,9 @@ from troll.verl.hooks import Hook
 
 CASES = worker.CASES | {"entropy": {"entropy_coeff": 0.1, "temperature": 0.7}}
 
+#: With fewer updates, two processes of a batch that shares one bound do not reach it.
+SAMPLES = rollout(16)
+
 PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "model_engine=megatron", "+troll=megatron")
 
 
@@ -185,10 +188,10 @@ def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...])
             assert actor.engine.reads_head
             for case, head in layout.readings:
                 with mock.patch.dict(vars(actor.engine), reads_head=head):
-                    found[layout.name][case, head] = trained(actor, rollout(), **CASES[case])
+                    found[layout.name][case, head] = trained(actor, SAMPLES, **CASES[case])
             if layout.pipeline > 1:
                 replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-                own = rollout()[replica::replicas]
+                own = SAMPLES[replica::replicas]
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
                 found[layout.name]["adaptive"] = worker.adapted(actor.reset(regression_target=1e-6), own)
             mpu.destroy_model_parallel()

@@ -27,7 +27,7 @@ from verl.workers.engine.base import EngineRegistry
 from tests.verl import megatron_worker, worker
 from tests.verl.actor import ACTOR, Sample, Step, as_batch, rollout
 from tests.verl.fresh import Fresh
-from tests.verl.megatron_worker import CASES, LAYOUTS, Layout, configuration, save_divisible_model
+from tests.verl.megatron_worker import CASES, LAYOUTS, SAMPLES, Layout, configuration, save_divisible_model
 from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
 from troll.verl import TrollMcoreActorConfig
 from troll.verl import settings as settings_module
@@ -77,9 +77,9 @@ def test_updates_equal_the_core(
 ) -> None:
     """Old policies, losses, whole gradients and metrics are those of the core, on one process and one sequence each."""
     found = run(fast=layout.name in FAST)[layout.name][case, head]
-    settings, samples = Settings(**CASES[case]), rollout()
-    check_captured(model, found["old_policies"], samples, settings)
-    mini_batches, steps = divided(samples, world=layout.data), found["steps"]
+    settings = Settings(**CASES[case])
+    check_captured(model, found["old_policies"], SAMPLES, settings)
+    mini_batches, steps = divided(SAMPLES, world=layout.data), found["steps"]
     if layout.per_token:
         steps = [in_whole_tokens(*each, layout.context) for each in zip(steps, mini_batches, strict=True)]
     check(model, steps, found["metrics"], mini_batches, settings)
