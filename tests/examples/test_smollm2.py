@@ -1,4 +1,4 @@
-"""`make smollm2` without network and on a tiny model: the pin, attempts that fail or are cut off, the conversion."""
+"""`make smollm2` and `make demo-smollm2` without network, on a tiny model: what fails, and the conversion."""
 
 from __future__ import annotations
 
@@ -76,12 +76,13 @@ def test_the_command_needs_nothing_where_the_model_is(target: Path, index: Path)
 
 @needs_gguf
 def test_get_removes_what_an_attempt_that_was_cut_off_has_left(
-    example: Any, target: Path, index: Path, capsys: pytest.CaptureFixture[str]
+    example: Any, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = target.parent / ".SmolLM2-135M-Instruct.unfinished-1" / "checkpoint"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"half of it")
-    with pytest.raises(example.Failed, match="pip cannot get"):
+    monkeypatch.setattr(example, "download", lambda folder: folder.with_name("nothing").read_bytes())
+    with pytest.raises(example.Failed, match="cannot be written"):
         example.get(target)
     assert "removing what an attempt that was cut off has left" in capsys.readouterr().out
     assert not left.exists()
@@ -97,26 +98,20 @@ def test_get_waits_for_no_other_process_and_leaves_its_files(example: Any, targe
 
 
 @needs_gguf
-def test_get_says_that_the_disk_is_full(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_says_what_is_in_its_way(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(EXAMPLES)._replace(free=10_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(example.Failed, match="is full: the model needs 800 MB, and 10 MB are free"):
         example.get(target)
     assert not target.exists()
-
-
-def test_get_leaves_a_folder_that_holds_something_else(example: Any, target: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(example.Failed, match=r'gguf is missing.* pip install "troll-rl\[gguf\]"'):
+        example.get(target)
     target.mkdir(parents=True)
     (target / "notes.txt").write_text("mine")
     with pytest.raises(example.Failed, match="holds something else: remove it"):
         example.get(target)
     assert (target / "notes.txt").is_file()
-
-
-def test_get_names_the_package_that_is_missing(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(example.Failed, match=r'gguf is missing.* pip install "troll-rl\[gguf\]"'):
-        example.get(target)
 
 
 def test_get_writes_an_ordinary_checkpoint(
@@ -155,19 +150,42 @@ def test_check_refuses_other_weights(example: Any, tmp_path: Path, monkeypatch: 
         example.check(tmp_path / "checkpoint")
 
 
-def test_weights_sha256_sees_values_names_and_shapes_and_no_order(example: Any) -> None:
-    weights = torch.arange(6.0)
-    known = example.weights_sha256({"a": weights, "b": weights + 1})
-    assert example.weights_sha256({"b": weights + 1, "a": weights.clone()}) == known
-    others = [
-        {"a": weights + 1, "b": weights},
-        {"a": weights, "c": weights + 1},
-        {"a": weights[None], "b": weights + 1},
-    ]
-    assert known not in map(example.weights_sha256, others)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason="needs models/SmolLM2-135M-Instruct: make smollm2")
 def test_the_model_that_was_fetched_passes_its_check(example: Any) -> None:
     example.check(MODEL)
+
+
+SHORT = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "updates_per_rollout": 2,
+    "num_generations": 4,
+    "train_size": 16,
+    "eval_size": 8,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "use_cpu": True,
+}
+
+
+def test_main_trains_and_prints_answers_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    model, run = tmp_path / "model", tmp_path / "run"
+    load_example("smollm2").convert(tmp_path / "model.gguf", model)
+    demo = load_example("smollm2_demo")
+    fields = [part for name, value in SHORT.items() for part in (f"--{name}", str(value))]
+    monkeypatch.setattr("sys.argv", ["demo", "--model", str(model), "--output_dir", str(run), *fields])
+    monkeypatch.setenv("COLUMNS", "200")
+    assert demo.main() == 0
+    summary = json.loads((run / "run" / "summary.json").read_text())
+    assert (summary["recipe"], summary["steps"]) == ("smollm2-sums", 2)
+    assert len(demo.completions(run / "before")) == len(demo.completions(run / "after")) == 8
+    said = capsys.readouterr().out
+    assert said.count("✗") == 16 and "✓" not in said, "a random model should know no sum"
+    for name in ("before", "after"):
+        found = json.loads((run / name / "results.json").read_text())["tasks"]["reasoning_gym:chain_sum"]
+        low, high = found["intervals"]["pass@1"]
+        assert f"success {name}: {found['metrics']['pass@1']:.1%} ({low:.1%} to {high:.1%}) of 8 answers" in said

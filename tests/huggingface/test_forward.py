@@ -8,7 +8,6 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -109,18 +108,6 @@ def test_half_precision_is_that_of_the_models_own_logits(model, weights, autocas
         assert_read_as_its_logits(MODELS[model]().to(weights), batch(), atol=5e-2, gradient=gradient)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_only_scored_positions_reach_the_head(monkeypatch, tail):
-    model, inputs = tiny.make_model("llama"), batch()
-    spies = [mock.Mock(wraps=getattr(policies, name)) for name in ("capture_of_source", "read")]
-    monkeypatch.setattr(policies, "capture_of_source", spies[0])
-    monkeypatch.setattr(policies, "read", spies[1])
-    read(model, inputs, captured(model, inputs), tail=tail)
-    for spy in spies:
-        (((source, *_), _),) = spy.call_args_list
-        assert source.shape.numel() == int(scored(inputs).sum())
-
-
 def test_nothing_scored_is_a_differentiable_zero():
     model, inputs = tiny.make_model("llama"), batch()
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
@@ -129,17 +116,6 @@ def test_nothing_scored_is_a_differentiable_zero():
     pull(step.log_prob, step.entropy).backward()
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
     assert not any(gradient.any() for gradient in gradients(model).values())
-
-
-def test_several_forwards_make_a_capture_and_an_exception_leaves_nothing_behind():
-    model, inputs = tiny.make_model("llama"), batch()
-    whole = captured(model, inputs)
-    with pytest.raises(IndexError):  # in the backbone
-        captured(model, inputs | {"input_ids": inputs["input_ids"] - 1000})
-    halves = [captured(model, {name: value[row : row + 1] for name, value in inputs.items()}) for row in (0, 1)]
-    for row, half in enumerate(halves):
-        assert torch.equal(half.token_ids[0], whole.token_ids[row])
-        torch.testing.assert_close(half.log_probs[0], whole.log_probs[row])
 
 
 def test_without_a_request_the_forward_is_the_models():
@@ -242,19 +218,6 @@ def test_adapters_are_part_of_what_is_read(settings):
         )
 
 
-ON_THE_HEAD: dict[str, Any] = {
-    "LoRA": lambda: lora(target_modules=["q_proj", "lm_head"]),
-    "IA3": lambda: IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]),
-}
-
-
-@pytest.mark.parametrize("kind", ON_THE_HEAD)
-def test_an_adapter_on_the_head_is_refused(kind):
-    model: Any = get_peft_model(tiny.make_model("llama"), ON_THE_HEAD[kind]())
-    with pytest.raises(ValueError, match=r"LM head has an adapter .*leave it out of target_modules"):
-        captured(model, batch())
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("indices", [[4, 9], {"lm_head": [4, 9]}, {"embed_tokens": [4, 9], "lm_head": [4, 8]}], ids=str)
 def test_single_trained_tokens_are_part_of_what_is_read(indices, tied):
@@ -262,15 +225,6 @@ def test_single_trained_tokens_are_part_of_what_is_read(indices, tied):
     made = lora(target_modules=["q_proj"], trainable_token_indices=indices)
     model = tiny.adapted(tiny.make_model("llama", tie_word_embeddings=tied), made)
     assert_read_as_its_logits(model, batch(), atol=within(1e-5))
-
-
-def test_single_trained_tokens_of_a_sharded_head_are_refused():
-    made = lora(target_modules=["q_proj"], trainable_token_indices=[4, 9])
-    head = tiny.adapted(tiny.make_model("llama", tie_word_embeddings=True), made).get_output_embeddings()
-    head_of_model.refuse_head(head)
-    head.token_adapter.base_layer.weight.ds_id = 0  # ZeRO-3's
-    with pytest.raises(ValueError, match=r"has trainable_token_indices, .* leave trainable_token_indices out"):
-        head_of_model.refuse_head(head)
 
 
 def test_a_prefix_is_seen_once():
@@ -283,65 +237,86 @@ def test_a_prefix_is_seen_once():
         torch.testing.assert_close(captured(model, inputs).log_prob, expected.detach(), rtol=0, atol=within(1e-5))
 
 
-def test_a_copy_of_a_model_that_was_read_has_its_own_weights():
+def saved_and_loaded(model: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_of_a_model_that_was_read_has_its_own_weights(copied):
     model, inputs = tiny.make_model("llama"), batch()
     before = captured(model, inputs)
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     tiny.move(model, 0.1)
     expected, _ = of_logits(twin, inputs)
     torch.testing.assert_close(captured(twin, inputs).log_prob, expected.detach(), rtol=0, atol=within(1e-5))
     assert torch.equal(captured(twin, inputs).token_ids, before.token_ids)
 
 
-def test_a_model_that_was_read_survives_a_pickle():
-    model, inputs = tiny.make_model("llama"), batch()
-    before = captured(model, inputs)
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    again = torch.load(stream, weights_only=False)
-    assert torch.equal(captured(again, inputs).log_probs, before.log_probs)
+def head_with(weight: Tensor) -> nn.Module:
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return head
 
 
-def test_a_head_that_cannot_be_read_is_refused():
-    for weight, words in (
-        (torch.zeros(49, 32, dtype=torch.int8), "is quantised"),
-        (torch.zeros(49, 32, device="meta"), "is offloaded"),
-    ):
-        head = nn.Linear(32, 49, bias=False)
-        head.weight = nn.Parameter(weight, requires_grad=False)
-        with pytest.raises(ValueError, match=words):
-            head_of_model.refuse_head(head)
-    with pytest.raises(ValueError, match=r"must be a linear layer with a weight, got Sequential"):
-        head_of_model.refuse_head(nn.Sequential())
+def adapted_head(config: Any) -> Any:
+    return tiny.adapted(tiny.make_model("llama", tie_word_embeddings=True), config).get_output_embeddings()
+
+
+def sharded_head_of_trained_tokens() -> Any:
+    head = adapted_head(lora(target_modules=["q_proj"], trainable_token_indices=[4, 9]))
+    head_of_model.refuse_head(head)
+    head.token_adapter.base_layer.weight.ds_id = 0  # ZeRO-3's
+    return head
+
+
+UNREADABLE: dict[str, Any] = {
+    "is quantised": lambda: head_with(torch.zeros(49, 32, dtype=torch.int8)),
+    "is offloaded": lambda: head_with(torch.zeros(49, 32, device="meta")),
+    "must be a linear layer with a weight, got Sequential": nn.Sequential,
+    "has an adapter .*of PEFT.* leave it out of target_modules": lambda: adapted_head(lora(target_modules=["lm_head"])),
+    "has an adapter": lambda: adapted_head(
+        IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[])
+    ),
+    "has trainable_token_indices, .* leave trainable_token_indices out": sharded_head_of_trained_tokens,
+}
+
+
+@pytest.mark.parametrize("words", UNREADABLE)
+def test_a_head_that_cannot_be_read_is_refused(words):
+    with pytest.raises(ValueError, match=words):
+        head_of_model.refuse_head(UNREADABLE[words]())
 
 
 # What is noticed
 
 
-@pytest.mark.parametrize("change", ["doubled", "masked"])
+def doubled(output: Any) -> None:
+    output.logits = 2 * output.logits
+
+
+def masked(output: Any) -> None:
+    output.logits[..., 10:] = -torch.inf
+
+
+@pytest.mark.parametrize("change", [doubled, masked, "final_logit_softcapping", "logit_scale"])
 def test_the_first_reading_finds_logits_that_are_not_the_heads(change):
+    """As the model changes them, or as its configuration says and it does not."""
     model = tiny.make_model("llama")
 
     class Changed(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
-            if change == "doubled":
-                output.logits = 2 * output.logits
-            else:
-                output.logits[..., 10:] = -torch.inf
+            if not isinstance(change, str):
+                change(output)
             return output
 
     model.__class__ = Changed
+    if isinstance(change, str):
+        setattr(model.config, change, 0.5)
     with pytest.raises(RuntimeError, match=r"logits of Changed are not those of its head: they differ by"):
-        captured(model, batch())
-
-
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale"])
-def test_the_first_reading_finds_a_setting_that_the_model_ignores(name):
-    model = tiny.make_model("llama")
-    setattr(model.config, name, 0.5)
-    with pytest.raises(RuntimeError, match="not those of its head"):
         captured(model, batch())
 
 
@@ -381,25 +356,27 @@ def test_a_forward_that_was_replaced_is_wrapped_again():
     assert torch.equal(captured(model, batch()).log_probs, expected.log_probs)
 
 
-def test_a_wrapper_that_changes_what_comes_out_is_noticed():
+def as_dict(module: nn.Module, args: Any, output: Any) -> Any:
+    return dict(output)
+
+
+def rounded(module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, ReadingOutput):
+        output.tensors = tuple(x.bfloat16() if x is not None and x.is_floating_point() else x for x in output.tensors)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "words"),
+    [
+        (as_dict, r"wrapper of LlamaForCausalLM changes what its forward returns to dict"),
+        (rounded, r"rounded to torch\.bfloat16.*output_dtype=None"),
+    ],
+)
+def test_a_wrapper_that_changes_what_comes_out_is_noticed(wrapper, words):
     model: Any = tiny.make_model("llama")
-    model.register_forward_hook(lambda module, args, output: dict(output))
-    with pytest.raises(RuntimeError, match=r"wrapper of LlamaForCausalLM changes what its forward returns to dict"):
-        captured(model, batch())
-
-
-def test_outputs_that_are_rounded_on_the_way_out_are_an_error():
-    model = tiny.make_model("llama")
-
-    def rounded(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, ReadingOutput):
-            output.tensors = tuple(
-                x.bfloat16() if x is not None and x.is_floating_point() else x for x in output.tensors
-            )
-        return output
-
-    model.register_forward_hook(rounded)
-    with pytest.raises(RuntimeError, match=r"rounded to torch\.bfloat16.*output_dtype=None"):
+    model.register_forward_hook(wrapper)
+    with pytest.raises(RuntimeError, match=words):
         captured(model, batch())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ BOUND = 0.01
 
 
 def moved(architecture: str = "llama", temperature: float = 0.7) -> tuple[Any, dict[str, Any], troll.SparsePolicy]:
-    """A model, a batch, and the policy before its weights were moved."""
     model, inputs = tiny.make_model(architecture), batch()
     old = captured(model, inputs, temperature)
     move(model, 0.05)
@@ -102,13 +99,6 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
         )
 
 
-def test_equal_policies_have_ratio_one():
-    model, inputs = tiny.make_model("llama"), batch()
-    step = huggingface.trust_region_step(model, **inputs, old=captured(model, inputs))
-    assert step.log_ratio.abs().max() < within(1e-5)
-    assert not step.projected.any()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,9 +127,8 @@ def test_a_policy_of_other_positions_or_another_vocabulary_is_refused():
         huggingface.trust_region_step(other, **inputs, old=old)
 
 
-def test_it_is_there_when_it_is_named():
-    probe = "import sys, troll; assert 'transformers' not in sys.modules; troll.huggingface.capture; print('named')"
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "named"
+def test_it_is_there_when_it_is_named(monkeypatch):
+    monkeypatch.delattr(troll, "huggingface")  # as where nobody has imported it
+    assert troll.huggingface is huggingface
     with pytest.raises(AttributeError, match="no attribute 'hugging_face'"):
         _ = troll.hugging_face

@@ -20,16 +20,14 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_embedding_rows_looks_through_adapters(name):
-    assert embedding_rows(adapted(make_model("llama"), ADAPTERS[name])) == ROWS
-
-
-def test_embedding_rows_is_of_the_embedding_and_not_of_the_configuration():
-    model = make_model("gpt2")
+@pytest.mark.parametrize("name", [None, *ADAPTERS])
+def test_embedding_rows_are_those_of_the_embedding(name):
+    """Within adapters, and whatever the configuration says."""
+    model = make_model("gpt2") if name is None else make_model("llama")
     model.resize_token_embeddings(64)
-    model.config.vocab_size = ROWS
-    assert embedding_rows(model) == 64
+    if name is None:
+        model.config.vocab_size = ROWS
+    assert embedding_rows(model if name is None else adapted(model, ADAPTERS[name])) == 64
 
 
 def test_without_embedding_names_the_tokens_beyond_the_last_row():

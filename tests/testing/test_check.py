@@ -24,31 +24,21 @@ SEQUENCE_MEAN = {"aggregation": "sequence_mean", "max_length": None}
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """An adapter of a trainer that is nothing but tensors; its fields are what it can get wrong.
-
-    Attributes:
-        case_as: What it takes the case to be.
-        step_as: What it makes of the step of a micro-batch, with the advantages of its tokens.
-        labels: How far from a position the token is that its logits are taken to be about.
-        old_temperature: At which it captures, or None for that of the case.
-        prompts_count: Whether the tokens of the prompt do.
-        by_position: Whether micro-batches get the old policies in the order of the rollout.
-        share: Of the update that a micro-batch of its own would make; None for the mini-batch's normalisation.
-        regression: The aggregation of the regression, or None for that of the policy term.
-        aggregation: That of the policy term.
-        metrics: What it makes of its metrics.
-    """
+    """An adapter of a trainer that is nothing but tensors; its fields are what it can get wrong."""
 
     case_as: Callable[[Case], Case] = lambda case: case
+    #: Of the step of a micro-batch, with the advantages of its tokens.
     step_as: Callable[[TrustRegionStep, PackedPolicy, Tensor], TrustRegionStep] = lambda step, old, advantages: step
+    update_as: Callable[[Update, Case], Update] = lambda update, case: update
+    #: How far from a position the token is that its logits are taken to be about.
     labels: int = 1
     old_temperature: float | None = None
     prompts_count: bool = False
     by_position: bool = False
+    #: Of the update that a micro-batch of its own would make; None for the mini-batch's normalisation.
     share: float | None = None
     regression: str | None = None
     aggregation: str = "sequence_mean"
-    metrics: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
 
     def __call__(self, case: Case, /) -> Update:
         case = self.case_as(case)
@@ -67,7 +57,8 @@ class Plain:
             loss = loss + self.aggregated(case, terms, len(numbers))
         (gradient,) = torch.autograd.grad(loss, new_table)
         tokens = sum(int(self.positions(sample)[2].sum()) for sample in case.samples)
-        return Update(loss.detach(), gradient, self.metrics({name: value / tokens for name, value in sums.items()}))
+        update = Update(loss.detach(), gradient, {name: value / tokens for name, value in sums.items()})
+        return self.update_as(update, case)
 
     def positions(self, sample: Any) -> tuple[Tensor, Tensor, Tensor]:
         ids = sample.token_ids
@@ -119,6 +110,28 @@ def raw(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> TrustRe
     return dataclasses.replace(step, log_ratio=step.log_prob - old.log_prob[: len(advantages)])
 
 
+def beyond_the_usual(case: Case) -> Tensor:
+    """What the largest logits of rows that do not count have beyond those of the other checks."""
+    return (case.new_table.detach()[list(IGNORED)].abs() - 15).clamp(min=0)
+
+
+def influenced(update: Update, case: Case) -> Update:
+    return dataclasses.replace(update, gradient=update.gradient * (1 + 0.01 * float(beyond_the_usual(case).max())))
+
+
+def leaking(update: Update, case: Case) -> Update:
+    update.gradient[list(IGNORED)] += beyond_the_usual(case)
+    return update
+
+
+def with_gradient(gradient: Tensor) -> Callable[[Update, Case], Update]:
+    return lambda update, case: dataclasses.replace(update, gradient=gradient)
+
+
+def with_metrics(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Update, Case], Update]:
+    return lambda update, case: dataclasses.replace(update, metrics=change(dict(update.metrics)))
+
+
 def everything(case: Case) -> Case:
     samples = tuple(dataclasses.replace(x, counts=torch.ones_like(x.counts)) for x in case.samples)
     return dataclasses.replace(case, samples=samples)
@@ -130,6 +143,8 @@ def test_a_right_adapter_passes(aggregation: Any, dtype: torch.dtype) -> None:
     max_length = 9 if aggregation == "fixed_length" else None
     check(Plain(aggregation=aggregation), aggregation=aggregation, max_length=max_length, dtype=dtype)
 
+
+NAN = torch.full((48, 48), torch.nan)
 
 #: What an adapter gets wrong, the requirement that it does not meet, and the likely mistake.
 WRONG: dict[str, tuple[Plain, str, str]] = {
@@ -158,6 +173,30 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
         "equal policies",
         "Likely, the capture and the update do not read",
     ),
+    "influence": (Plain(update_as=influenced), "no influence", r"\(padded\): other logits there change the loss by"),
+    "leak": (Plain(update_as=leaking), "no gradient and no influence", r"\(padded\): their gradient is"),
+    "packed": (
+        Plain(update_as=lambda update, case: update if case.layout == "padded" else with_gradient(NAN)(update, case)),
+        "equal policies",
+        r"\(packed\)",
+    ),
+    "NaN": (Plain(update_as=with_gradient(NAN)), "equal policies", ""),
+    "infinity": (Plain(update_as=with_gradient(NAN.nan_to_num(torch.inf))), "equal policies", ""),
+    "another gradient": (
+        Plain(update_as=with_gradient(torch.zeros(48))),
+        "",
+        r"must be that of the table, \(48, 48\), got \(48,\)",
+    ),
+    "no metric": (
+        Plain(update_as=with_metrics(lambda metrics: {name: metrics[name] for name in METRICS[:-1]})),
+        "",
+        "regression is missing, got kl_before, kl_after, projected_fraction",
+    ),
+    "wrong metric": (
+        Plain(update_as=with_metrics(lambda metrics: metrics | {"kl_after": metrics["kl_before"]})),
+        "",
+        "kl_after is .*, not .*Likely, it is a mean",
+    ),
 }
 
 
@@ -165,71 +204,6 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
 def test_a_mistake_is_named(name: str) -> None:
     adapter, requirement, mistake = WRONG[name]
     with pytest.raises(AssertionError, match=rf"(?s)({requirement}).*{mistake}"):
-        check(adapter)
-
-
-def beyond_the_usual(case: Case) -> Tensor:
-    """What the largest logits of rows that do not count have beyond those of the other checks."""
-    return (case.new_table.detach()[list(IGNORED)].abs() - 15).clamp(min=0)
-
-
-def test_influence_without_gradient_is_found() -> None:
-    def adapter(case: Case) -> Update:
-        update = Plain()(case)
-        scale = 1 + 0.01 * float(beyond_the_usual(case).max())
-        return dataclasses.replace(update, gradient=update.gradient * scale)
-
-    with pytest.raises(AssertionError, match=r"no influence \(padded\): other logits there change the loss by"):
-        check(adapter)
-
-
-def test_gradient_where_nothing_counts_is_found() -> None:
-    def adapter(case: Case) -> Update:
-        update = Plain()(case)
-        update.gradient[list(IGNORED)] += beyond_the_usual(case)
-        return update
-
-    with pytest.raises(AssertionError, match=r"no gradient and no influence \(padded\): their gradient is"):
-        check(adapter)
-
-
-def test_only_the_layout_that_is_wrong_is_named() -> None:
-    def adapter(case: Case) -> Update:
-        return Plain(labels=0 if case.layout == "packed" else 1)(case)
-
-    check(adapter, layouts=["padded"])
-    with pytest.raises(AssertionError, match=r"\(packed\)"):
-        check(adapter)
-
-
-def without(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name != "regression"}
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        (without, "regression is missing, got kl_before, kl_after, projected_fraction"),
-        (lambda metrics: metrics | {"kl_after": metrics["kl_before"]}, "kl_after is .*, not .*Likely, it is a mean"),
-    ],
-)
-def test_wrong_metrics_are_found(metrics: Callable[[dict[str, float]], dict[str, float]], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        check(Plain(metrics=metrics))
-
-
-def test_a_gradient_of_something_else_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"must be that of the table, \(48, 48\), got \(48,\)"):
-        check(lambda case: dataclasses.replace(Plain()(case), gradient=torch.zeros(48)))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_fails(value: float) -> None:
-    def adapter(case: Case) -> Update:
-        update = Plain()(case)
-        return dataclasses.replace(update, gradient=torch.full_like(update.gradient, value))
-
-    with pytest.raises(AssertionError, match="equal policies"):
         check(adapter)
 
 

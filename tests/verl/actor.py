@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 from atexit import register as at_exit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from unittest import mock
 
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -43,7 +44,6 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def policy_loss(*settings: str) -> list[str]:
-    """Overrides of the trust region's settings."""
     return [f"{ACTOR}.policy_loss.{setting}" for setting in settings]
 
 
@@ -75,38 +75,46 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
+#: Of a language model of 24,000 parameters whose distributions are peaked.
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.45}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64}
+
+
 def peaked_model() -> PreTrainedModel:
-    """A language model of 24,000 parameters whose distributions are peaked."""
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.45,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+    own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **SHAPE, **own))
+
+
+_parsed: dict[str, Any] = {}
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Within this context files of settings are parsed only the first time, which is what takes Hydra its time."""
+    load = OmegaConf.load
+
+    def load_once(file: Any) -> Any:
+        name = getattr(file, "name", file)
+        if name not in _parsed:
+            _parsed[name] = load(file)
+        return copy.deepcopy(_parsed[name])
+
+    with mock.patch.object(OmegaConf, "load", load_once):
+        yield
 
 
 def composed(model: Path, *overrides: str) -> DictConfig:
     """verl's own configuration, of its Hydra files, for any engine that trains a tiny model on a CPU."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
+    with parsed_once(), initialize_config_module("verl.trainer.config", version_base=None):
         return compose(
             "ppo_trainer",
             overrides=[
                 "algorithm.adv_estimator=grpo",
                 "trainer.device=cpu",
                 "trainer.n_gpus_per_node=1",
-                "data.train_batch_size=16",
+                "data.train_batch_size=12",
                 f"actor_rollout_ref.model.path={model}",
                 "actor_rollout_ref.model.enable_gradient_checkpointing=false",
                 f"{ACTOR}.optim.lr=3e-3",
@@ -150,7 +158,7 @@ class Sample:
         return torch.cat([self.prompt, self.response])
 
 
-def rollout(n: int = 16, seed: int = 1) -> list[Sample]:
+def rollout(n: int = 12, seed: int = 1) -> list[Sample]:
     """Samples of different lengths; every third of several turns, whose middle the policy did not write."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -168,7 +176,6 @@ def rollout(n: int = 16, seed: int = 1) -> list[Sample]:
 
 
 def nested(tensors: Iterable[Tensor]) -> Tensor:
-    """A jagged tensor, as verl's v1 trainer has them."""
     return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
 
 
@@ -208,12 +215,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Actor:
-    """What verl's `ActorRolloutRefWorker` makes of the actor, and the calls that its v1 trainer makes.
-
-    Attributes:
-        config: verl's.
-        steps: The updates so far.
-    """
+    """What verl's `ActorRolloutRefWorker` makes of the actor, and the calls that its v1 trainer makes."""
 
     config: DictConfig
     steps: list[Step] = field(default_factory=list)
@@ -223,13 +225,8 @@ class Actor:
         model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         rollout = self.config.actor_rollout_ref.rollout
         actor.model_config = model
-        worker = TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=model,
-            engine_config=actor.engine,
-            optimizer_config=actor.optim,
-            checkpoint_config=actor.checkpoint,
-        )
+        parts = {"engine_config": actor.engine, "optimizer_config": actor.optim, "checkpoint_config": actor.checkpoint}
+        worker = TrainingWorkerConfig(model_type="language_model", model_config=model, **parts)
         engine = worker.engine_config
         engine.use_dynamic_bsz = actor.use_dynamic_bsz
         engine.infer_max_token_len_per_gpu = rollout.log_prob_max_token_len_per_gpu
@@ -267,7 +264,6 @@ class Actor:
 
     @property
     def final_norm(self) -> torch.nn.Module:
-        """The module before the LM head."""
         return self.engine.module.model.norm
 
     def _settings(self) -> Any:
@@ -285,7 +281,6 @@ class Actor:
             return {name: _whole(p.grad) for name, p in self._named_parameters() if p.grad is not None}
 
     def parameters(self) -> dict[str, Tensor]:
-        """The whole parameters."""
         with self._whole_parameters():
             return {name: _whole(value) for name, value in self._named_parameters()}
 
@@ -313,14 +308,8 @@ class Actor:
         """The updates of one rollout; verl's metrics, a list each."""
         batch = batch.copy()
         entropy = self.actor.calculate_entropy or self.actor.entropy_coeff != 0
-        defaults = {
-            "global_batch_size": mini_batch,
-            "mini_batch_size": mini_batch,
-            "epochs": 1,
-            "seed": 3,
-            "calculate_entropy": entropy,
-            "dataloader_kwargs": {"shuffle": False},
-        }
+        defaults: dict[str, Any] = {"global_batch_size": mini_batch, "mini_batch_size": mini_batch}
+        defaults |= {"epochs": 1, "seed": 3, "calculate_entropy": entropy, "dataloader_kwargs": {"shuffle": False}}
         tu.assign_non_tensor(batch, **(defaults | options))
         output = self.worker.train_mini_batch(batch)
         return {} if output is None else tu.get(output, "metrics")
@@ -340,14 +329,12 @@ def with_scores(batch: TensorDict, scores: TensorDict) -> TensorDict:
 
 @functools.cache
 def model_folder() -> Path:
-    """The model of all tests in this process."""
     folder = Path(tempfile.mkdtemp())
     at_exit(shutil.rmtree, folder, ignore_errors=True)
     return saved(peaked_model(), folder)
 
 
 def in_this_process(config: DictConfig) -> Actor:
-    """An actor that is the only process."""
     with mock.patch.dict(os.environ, place(0, 1, get_free_port())):
         return Actor(config)
 
@@ -359,6 +346,5 @@ def single(*overrides: str, plug_in: Sequence[str] = PLUG_IN) -> Actor:
 
 
 def trolled(packed: bool = True, *overrides: str) -> Actor:
-    """As `single`, with the plug-in, reset."""
     padding = f"actor_rollout_ref.model.use_remove_padding={packed}"
     return single(padding, *policy_loss(*SMALL), *overrides).reset()

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -30,22 +30,7 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
 SOURCES = "verl-sources"
 
 
-def environments(variables: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Those of this machine.
-
-    Raises:
-        ValueError: If `VERL_SOURCES` is no checkout of verl.
-    """
-    checkout = sources(variables, "VERL_SOURCES", "verl/version/version")
-    return ENVIRONMENTS if checkout is None else {**ENVIRONMENTS, SOURCES: checkout}
-
-
-def verl_of(python: Path) -> tuple[str, Path]:
-    """The version that an environment imports, and where it is."""
-    version, origin = subprocess.check_output([python, "-c", _VERL], text=True).split()
-    return version, Path(origin)
-
-
+#: Prints the version that an environment imports, and where it is.
 _VERL = """
 from importlib import metadata, util
 print(metadata.version("verl"), util.find_spec("verl").origin)
@@ -54,7 +39,8 @@ print(metadata.version("verl"), util.find_spec("verl").origin)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tests with every verl and prints a table; 1 if a test failed anywhere."""
-    known = environments(os.environ)
+    checkout = sources(os.environ, "VERL_SOURCES", "verl/version/version")
+    known = ENVIRONMENTS | ({} if checkout is None else {SOURCES: checkout})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environments", nargs="+", choices=known, default=list(known))
     parser.add_argument("--tests", nargs="+", default=("tests/verl",), metavar="PATH")
@@ -69,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == SOURCES:  # which may have changed
             shutil.rmtree(FOLDER / name, ignore_errors=True)
         python = make(name, *known[name]) if known[name] else Path(sys.executable)
-        version, origin = verl_of(python)
-        if known[name] and FOLDER not in origin.parents:
+        version, origin = subprocess.check_output([python, "-c", _VERL], text=True).split()
+        if known[name] and FOLDER not in Path(origin).parents:
             raise RuntimeError(f"the environment {name} imports the verl of another one: {origin}")
         ended = run(python, chosen.tests, chosen.workers, logs / f"{name}.log")
         console.print(name, *ended.lines, sep="\n    ", markup=False, highlight=False)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
+
+from tests.verl.fresh import Fresh, started
 
 ON_CPU = Path(__file__).resolve().parents[2] / "examples" / "verl" / "cpu"
 
@@ -17,3 +22,9 @@ else:
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_CPU), os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, str(ON_CPU))
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Fresh]:
+    with started() as fresh:
+        yield fresh

@@ -25,7 +25,6 @@ def die() -> None:
 
 
 def fingerprint(manager: Any) -> str:
-    """Of this process's share of the parameters."""
     digest = hashlib.sha256()
     for name, value in sorted(manager.model.state_dict().items()):
         local = value.to_local() if hasattr(value, "to_local") else value
@@ -42,7 +41,6 @@ def note(kind: str, manager: Any, path: str) -> None:
 
 @when_imported("verl.workers.engine.fsdp.transformer_impl")
 def install(_: Any) -> None:
-    """Puts deaths and notes into verl's engine and checkpoints."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as Manager
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from megatron.core import parallel_state as mpu
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.elastic.utils.distributed import get_free_port
 from verl.utils.megatron_utils import unwrap_model
 
 from tests.verl import worker
@@ -29,7 +26,6 @@ from tests.verl.actor import (
     composed,
     nested,
     peaked_model,
-    place,
     policy_loss,
     rollout,
     saved,
@@ -38,6 +34,9 @@ from tests.verl.megatron_cpu import on_cpu
 from troll.verl.hooks import Hook
 
 CASES = worker.CASES | {"entropy": {"entropy_coeff": 0.1, "temperature": 0.7}}
+
+#: With fewer updates, two processes of a batch that shares one bound do not reach it.
+SAMPLES = rollout(16)
 
 PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "model_engine=megatron", "+troll=megatron")
 
@@ -51,37 +50,31 @@ def save_divisible_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model and its tokens are spread over four processes; what is left is data parallelism.
-
-    Attributes:
-        name: Of the layout.
-        tensor: Processes over which tensors are spread, the vocabulary too.
-        context: Processes over which every sequence is spread.
-        pipeline: Stages.
-        packed: Whether batches are packed.
-        cases: Of `CASES`.
-        heads: Whether the LM head is read, one after the other; else its logits.
-        settings: Further ones of `actor_rollout_ref.actor.megatron`.
-        per_token: Whether Megatron divides by tokens, as Megatron-Bridge has it under context parallelism.
-    """
+    """How the model and its tokens are spread over four processes; what is left is data parallelism."""
 
     name: str
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     packed: bool = True
+    #: Of `CASES`.
     cases: tuple[str, ...] = ("token",)
-    heads: tuple[bool, ...] = (True, False)
+    #: Further ones of `actor_rollout_ref.actor.megatron`.
     settings: tuple[str, ...] = ()
+    #: Whether Megatron divides by tokens, as Megatron-Bridge has it under context parallelism.
     per_token: bool = False
 
     @property
     def data(self) -> int:
-        """Processes over which batches are divided."""
         return 4 // (self.tensor * self.context * self.pipeline)
 
+    @property
+    def readings(self) -> list[tuple[str, bool]]:
+        """The cases, each from the LM head, and from its logits where these differ or there is nothing else."""
+        from_logits = [case for case in self.cases if case in ("token", "entropy") or len(self.cases) == 1]
+        return [(case, True) for case in self.cases] + [(case, False) for case in from_logits]
+
     def overrides(self) -> list[str]:
-        """On the command line."""
         sizes = {"tensor_model": self.tensor, "pipeline_model": self.pipeline, "context": self.context}
         return [
             f"actor_rollout_ref.model.use_remove_padding={self.packed}",
@@ -106,7 +99,6 @@ LAYOUTS = (
 
 
 def configuration(model: Path, *overrides: str) -> DictConfig:
-    """`composed` for Megatron."""
     return composed(
         model,
         *PLUG_IN,
@@ -134,7 +126,6 @@ class MegatronActor(Actor):
 
     @property
     def final_norm(self) -> torch.nn.Module:
-        """The module before the LM head, on the last stage."""
         return unwrap_model(self.engine.module[-1]).decoder.final_layernorm
 
     def _settings(self) -> Any:
@@ -147,7 +138,6 @@ class MegatronActor(Actor):
         return [p for chunk in self.engine.module for p in chunk.parameters()]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The whole parameters."""
         return {name: value.detach().clone() for name, value in self.engine.bridge.export_weights(self.engine.module)}
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -189,35 +179,20 @@ def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, 
     }
 
 
-def main(rank: int, world: int, port: int, model: Path, out: Path, layouts: tuple[Layout, ...]) -> None:
-    """Every case of every layout; what rank 0 found goes into a file."""
-    os.environ.update(place(rank, world, port))
-    torch.set_num_threads(1)
+def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
     found: dict[str, dict[Any, Any]] = {}
     with on_cpu():
         for layout in layouts:
             actor = MegatronActor(configuration(model, *layout.overrides()))
             found[layout.name] = {}
-            for head in layout.heads:
-                assert actor.engine.reads_head
+            assert actor.engine.reads_head
+            for case, head in layout.readings:
                 with mock.patch.dict(vars(actor.engine), reads_head=head):
-                    for case in layout.cases:
-                        found[layout.name][case, head] = trained(actor, rollout(), **CASES[case])
+                    found[layout.name][case, head] = trained(actor, SAMPLES, **CASES[case])
             if layout.pipeline > 1:
                 replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-                own = rollout()[replica::replicas]
+                own = SAMPLES[replica::replicas]
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
                 found[layout.name]["adaptive"] = worker.adapted(actor.reset(regression_target=1e-6), own)
             mpu.destroy_model_parallel()
-    if rank == 0:
-        torch.save(found, out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(model: Path, out: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
-    """Starts four processes that share one import of verl and Megatron, which takes longer than what they do."""
-    multiprocessing.set_forkserver_preload([__name__])
-    arguments = (4, get_free_port(), model, out, layouts)
-    torch.multiprocessing.start_processes(main, arguments, nprocs=4, start_method="forkserver")
-    return torch.load(out, weights_only=False)
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,26 +48,25 @@ class Settings:
 
 @dataclass(frozen=True)
 class Update:
-    """The loss of a mini-batch, its gradient, and what its tokens' trust regions did.
-
-    Attributes:
-        loss: Of the whole mini-batch.
-        gradients: By the names of the model's parameters.
-        statistics: Of the tokens that count, (N,) each.
-        size: The loss with all its terms made positive: what its rounding error is relative to.
-        error: Of a log-probability, by rounding, at most.
-    """
+    """The loss of a mini-batch, its gradient, and what its tokens' trust regions did."""
 
     loss: float
     gradients: dict[str, Tensor]
+    #: Of the tokens that count, (N,) each.
     statistics: dict[str, Tensor]
+    #: The loss with all its terms made positive: what its rounding error is relative to.
     size: float
+    #: Of a log-probability, by rounding, at most.
     error: float
 
 
+@functools.cache
+def _saved(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
 def load(folder: Path, parameters: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """The model of a folder, with other parameters."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = copy.deepcopy(_saved(folder))
     if parameters is not None:
         missing, unexpected = model.load_state_dict(dict(parameters), strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
@@ -86,17 +87,15 @@ def log_prob_error(logits: Tensor) -> float:
     return rounding(LONGEST_SUM, float(logits.detach().abs().max()))
 
 
+@torch.no_grad()
 def capture(model: PreTrainedModel, sample: Sample, settings: Settings) -> SparsePolicy:
-    """A sequence's old policies."""
-    with torch.no_grad():
-        logits = response_logits(model, sample, settings.temperature)
+    logits = response_logits(model, sample, settings.temperature)
     return troll_capture(logits, sample.response, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
 
 
+@torch.no_grad()
 def capture_error(model: PreTrainedModel, sample: Sample, settings: Settings) -> float:
-    """What the logarithms of a sequence's old policies may be off by."""
-    with torch.no_grad():
-        return log_prob_error(response_logits(model, sample, settings.temperature))
+    return log_prob_error(response_logits(model, sample, settings.temperature))
 
 
 def update(
@@ -109,13 +108,7 @@ def update(
 ) -> Update:
     """One mini-batch; micro-batches matter to a constraint over the batch alone.
 
-    Args:
-        new: The network now.
-        old: The network when the rollout was scored.
-        micro_batches: All samples of the mini-batch.
-        settings: Of the loss.
-        weights: Of rollout correction, by `id(sample)`.
-        reference_log_probs: Of the reference policy, likewise.
+    Correction weights and log-probabilities of the reference policy are by `id(sample)`.
     """
     new.zero_grad()
     samples = [sample for batch in micro_batches for sample in batch]
@@ -128,14 +121,9 @@ def update(
         policies = [capture(old, sample, settings) for sample in batch]
         mask = torch.cat([sample.mask for sample in batch]).bool()
         everything = SparsePolicy.cat(policies)
-        step = trust_region_step(
-            torch.cat(logits),
-            everything,
-            settings.kl_bound,
-            tail=settings.tail,
-            constraint=_constraint(batch, settings, mask),
-            pull=settings.pull,
-        )
+        constraint = _constraint(batch, settings, mask)
+        options: dict[str, Any] = {"tail": settings.tail, "constraint": constraint, "pull": settings.pull}
+        step = trust_region_step(torch.cat(logits), everything, settings.kl_bound, **options)
         for name in ("kl_before", "kl_after", "multiplier", "projected", "regression"):
             statistics.setdefault(name, []).append(getattr(step, name).detach()[mask])
         statistics.setdefault("support_size", []).append(everything.used.sum(-1)[mask])
@@ -228,14 +216,7 @@ def divided(
 
 
 def check_captured(folder: Path, records: Sequence[Tensor], samples: Sequence[Sample], settings: Settings) -> None:
-    """Asserts that the records are the policies that the core captures of each sequence by itself.
-
-    Args:
-        folder: Of the model as it was when the rollout was scored.
-        records: A record for each of the samples.
-        samples: The rollout.
-        settings: Of the capture.
-    """
+    """Asserts that the records are the policies that the core captures of each sequence by itself."""
     model = load(folder)
     for record, sample in zip(records, samples, strict=True):
         got, wanted = from_records([record]).unpack(), capture(model, sample, settings)
@@ -265,13 +246,7 @@ def check(
 ) -> None:
     """Asserts that every update of verl's had the loss, the gradients and the metrics of the plain formula.
 
-    Args:
-        folder: Of the model as it was when the rollout was scored.
-        steps: verl's updates.
-        metrics: Theirs.
-        mini_batches: What each was made of; see `divided`.
-        settings: Of the loss.
-        terms: As for `update`.
+    The folder has the model as it was when the rollout was scored; the terms are those of `update`.
     """
     old = load(folder)
     projected = []
@@ -294,19 +269,11 @@ def _check_metrics(
     """Each process reports the same, over the tokens of all."""
     tokens = update.statistics
     projected = tokens["projected"]
-    wanted = {
-        "kl_before_mean": tokens["kl_before"].mean(),
-        "kl_before_max": tokens["kl_before"].max(),
-        "kl_after_mean": tokens["kl_after"].mean(),
-        "kl_after_max": tokens["kl_after"].max(),
-        "projected_fraction": projected.float().mean(),
-        "multiplier": tokens["multiplier"][projected].mean() if projected.any() else torch.zeros(()),
-        "regression": tokens["regression"].mean(),
-        "nonfinite": torch.zeros(()),
-        "support_size": tokens["support_size"].float().mean(),
-        "tail_mass": tokens["tail_mass"].mean(),
-    }
-    values = {name: value.item() for name, value in wanted.items()}
+    values = {name: tokens[name].float().mean().item() for name in ("regression", "support_size", "tail_mass")}
+    for name in ("kl_before", "kl_after"):
+        values |= {f"{name}_mean": tokens[name].mean().item(), f"{name}_max": tokens[name].max().item()}
+    multiplier = tokens["multiplier"][projected].mean().item() if projected.any() else 0.0
+    values |= {"projected_fraction": projected.float().mean().item(), "multiplier": multiplier, "nonfinite": 0.0}
     for name, value in values.items():
         got = metrics[f"trust_region/{name}"][number * copies : (number + 1) * copies]
         # In averages the errors of either sign are the square root of as many.

@@ -31,7 +31,7 @@ from troll.runs.toy_model import character_tokenizer
 from troll.trust_region.policy.serialized import from_records
 from troll.verl.agent_loop import carry_old_policies
 from troll.verl.old_policies import OLD_POLICIES
-from troll.verl.reported import NO_RECORD, old_policy_record
+from troll.verl.reported import old_policy_record
 
 carry_old_policies()
 carry_old_policies()  # a second time does nothing
@@ -67,7 +67,6 @@ class Loop(AgentLoopBase):
     """A user's agent loop: it calls the engine, hands on what it got, and calls again after a tool's answer."""
 
     turns = 1
-    changes = False
     as_prompt: Any = list
 
     async def run(self, sampling_params: dict[str, Any], **_: Any) -> AgentLoopOutput:
@@ -82,15 +81,8 @@ class Loop(AgentLoopBase):
             assert OLD_POLICIES not in output.extra_fields
             response, mask = response + output.token_ids, mask + [1] * len(output.token_ids)
             fields = fields or output.extra_fields
-        if self.changes:
-            response[0] += 1
-        return AgentLoopOutput(
-            prompt_ids=PROMPT,
-            response_ids=response,
-            response_mask=mask,
-            metrics=AgentLoopMetrics(),
-            extra_fields=fields,
-        )
+        sequence = {"prompt_ids": PROMPT, "response_ids": response, "response_mask": mask}
+        return AgentLoopOutput(**sequence, metrics=AgentLoopMetrics(), extra_fields=fields)
 
 
 _agent_loop_registry["loop"] = {"_target_": f"{__name__}.Loop"}
@@ -118,7 +110,7 @@ class Rewards:
         manager = NaiveRewardManager(OmegaConf.create(), character_tokenizer(), self._user)
         return dict(await manager.run_single(data))
 
-    def _user(self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    def _user(self, *, extra_info: dict[str, Any], **_: Any) -> float:
         self.seen.append(json.dumps(extra_info, default=lambda value: value.item()))
         return 1.0
 
@@ -150,14 +142,8 @@ def sampled(
     worker.dataset_cls, worker.tools, worker.distillation_enabled = None, [], False
     worker.mm_processor_kwargs = {}
     worker.reward_loop_worker_handles = [rewards]
-    sample = {
-        "uid": "u",
-        "session_id": 0,
-        "global_steps": 0,
-        "data_source": "d",
-        "reward_model": {"ground_truth": "g"},
-        "extra_info": {"split": "train"},
-    }
+    sample = {"uid": "u", "session_id": 0, "global_steps": 0, "data_source": "d"}
+    sample |= {"reward_model": {"ground_truth": "g"}, "extra_info": {"split": "train"}}
     trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
 
     async def run() -> None:
@@ -205,12 +191,6 @@ def test_an_interrupted_completion_has_the_policies_of_all_its_weights(monkeypat
     check_slots(field(row), [from_records([record]) for record in server.records])
 
 
-def test_a_response_that_was_tokenised_anew_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "changes", True)
-    (row,), _ = sampled(monkeypatch, Server())
-    assert torch.equal(field(row), NO_RECORD)
-
-
 def test_a_rollout_that_does_not_report_makes_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,), _ = sampled(monkeypatch, Server(reports=False))
     assert OLD_POLICIES not in row and OLD_POLICIES not in next(iter(row["extra_fields"]))
@@ -225,20 +205,14 @@ def test_samples_at_the_same_time_keep_their_records_apart(monkeypatch: pytest.M
         check_slots(field(row), [from_records([server.records[0]]), len(TOOL), from_records([server.records[-1]])])
 
 
-def test_tasks_of_an_agent_loop_share_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_an_agent_loop_share_its_sample_and_numpy_prompts_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Parallel(LLMServerClient):
         async def generate(self, *args: Any, **inputs: Any) -> TokenOutput:
             return await asyncio.create_task(super().generate(*args, **inputs))
 
+    monkeypatch.setattr(Loop, "as_prompt", np.array)  # the same prompts
     server = Server()
     (row,), _ = sampled(monkeypatch, server, base=Parallel)
-    assert torch.equal(field(row), server.records[0])
-
-
-def test_numpy_prompts_are_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "as_prompt", np.array)
-    server = Server()
-    (row,), _ = sampled(monkeypatch, server)
     assert torch.equal(field(row), server.records[0])
 
 
@@ -250,6 +224,5 @@ def test_a_trace_of_verls_sees_what_an_agent_loop_sees(monkeypatch: pytest.Monke
     )
     (row,), _ = sampled(monkeypatch, Server(), trace=True)
     assert OLD_POLICIES in row
-    assert len(logged) == 1
-    assert "global_steps" in logged[0]
-    assert OLD_POLICIES not in logged[0]
+    (seen,) = logged
+    assert "global_steps" in seen and OLD_POLICIES not in seen

@@ -17,7 +17,6 @@ from troll.testing import METRICS, VOCAB_SIZE, Case, Update, check_adapter
 
 @functools.cache
 def actor_of(folder: Path, packed: bool) -> Actor:
-    """An actor whose network is a table."""
     settings = policy_loss(f"top_k={VOCAB_SIZE}", "mass_threshold=0.0")
     padding = f"actor_rollout_ref.model.use_remove_padding={packed}"
     return in_this_process(configuration(folder, padding, *settings))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
+import runpy
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,25 +14,22 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from pyarrow.parquet import read_table
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.utils.tracking import Tracking
+
+from tests.verl.actor import parsed_once
+from troll.rewards.mathematics import compute_score
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
 METHODS = ("troll", "clip", "dppo_kl", "gspo", "cispo")
-SCRIPTS = (
-    "gsm8k-1-gpu.sh",
-    "gsm8k-8-gpus.sh",
-    "gsm8k-nodes.sh",
-    "dapo-qwen3-4b.sh",
-    "dapo-qwen3-8b.sh",
-    "dapo-qwen3-30b-a3b.sh",
-    "dapo-async.sh",
-)
+
+#: Those that start a run; the others are parts of them.
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*-*.sh"))
 
 #: A script's configuration, with what is set in its environment.
 Configure = Callable[..., Any]
@@ -60,15 +58,8 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def configure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configure]:
-    """Composes what scripts hand to verl; files of settings are parsed once, which is what takes Hydra its time."""
-    folder, load = tmp_path_factory.mktemp("launched"), OmegaConf.load
-    parsed: dict[str, Any] = {}
-
-    def load_once(file: Any) -> Any:
-        name = getattr(file, "name", file)
-        if name not in parsed:
-            parsed[name] = load(file)
-        return copy.deepcopy(parsed[name])
+    """Composes what scripts hand to verl."""
+    folder = tmp_path_factory.mktemp("launched")
 
     @cache
     def configuration(script: str, *settings: str, METHOD: str = "troll", **environment: str) -> Any:
@@ -79,13 +70,11 @@ def configure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configure]:
         with initialize_config_module("verl.trainer.config", version_base=None):
             return compose("ppo_trainer", overrides=overrides)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OmegaConf, "load", staticmethod(load_once))
+    with parsed_once():
         yield configuration
 
 
 def check(config: Any) -> None:
-    """As verl does on the driver."""
     validate_config(config, need_reference_policy(config), need_critic(config))
 
 
@@ -95,16 +84,11 @@ def flat(config: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, value in config.items() for k, v in flat(value, f"{name}.{key}".lstrip(".")).items()}
 
 
-def test_no_script_is_left_out_here_or_on_the_page() -> None:
-    assert {path.name for path in FOLDER.glob("*.sh")} == {*SCRIPTS, "common.sh", "gsm8k.sh", "dapo.sh", "slurm.sh"}
-    page = (FOLDER.parents[1] / "docs" / "verl.md").read_text()
-    assert [script for script in (*SCRIPTS, "slurm.sh") if f"`{script}`" not in page] == []
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_verl_accepts_every_method_and_they_differ_only_in_the_surrogate(script: str, configure: Configure) -> None:
     found = {}
-    for method in METHODS:
+    # The scripts' common part tells them apart: all of them on each data set and each engine.
+    for method in METHODS if script in ("gsm8k-1-gpu.sh", "dapo-qwen3-30b-a3b.sh") else METHODS[:2]:
         config = configure(script, METHOD=method)
         check(config)
         loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -132,22 +116,6 @@ def test_rivals_have_their_published_settings(configure: Configure) -> None:
     for method, values in published.items():
         actor = omega_conf_to_dataclass(configure("dapo-qwen3-4b.sh", METHOD=method).actor_rollout_ref.actor)
         assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c, actor.loss_agg_mode) == values
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_rollout_can_be_the_anchor_of_every_script(script: str, configure: Configure) -> None:
-    config = configure(script, ANCHOR="rollout")
-    check(config)
-    assert config.actor_rollout_ref.actor.policy_loss.anchor == "rollout"
-
-
-def test_other_methods_take_the_same_anchor_and_sglang_reports_none(configure: Configure) -> None:
-    script = "dapo-qwen3-4b.sh"
-    assert configure(script, METHOD="clip", ANCHOR="rollout").algorithm.rollout_correction.bypass_mode is True
-    assert configure(script, METHOD="clip").algorithm.rollout_correction.bypass_mode is False
-    check(configure(script, INFER_BACKEND="sglang"))
-    with pytest.raises(Exception, match="rollout that reports its distributions"):
-        check(configure(script, INFER_BACKEND="sglang", ANCHOR="rollout"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -188,14 +156,45 @@ def test_verls_asynchronous_trainer_accepts_its_script(configure: Configure, mon
         trainer(configure("dapo-async.sh", "data.train_batch_size=96"))
 
 
-@pytest.mark.parametrize(("mode", "reported"), [("R3", True), ("R2", False), ("disabled", False)])
-def test_routes_are_replayed_from_the_rollout_or_the_old_policy_pass(
-    mode: str, reported: bool, configure: Configure
+ROLLOUT, POLICY_LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
+REPLAY, UNITS = "actor_rollout_ref.actor.megatron.router_replay.mode", "SimpleStorage.num_data_storage_units"
+FROM_ROLLOUT = f"{ROLLOUT}.enable_rollout_routing_replay"
+
+#: What is set in the environment of a script, and where it arrives.
+ENVIRONMENTS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+    ("dapo-qwen3-4b.sh", {"METHOD": "clip", "ANCHOR": "rollout"}, {"algorithm.rollout_correction.bypass_mode": True}),
+    ("dapo-qwen3-4b.sh", {"METHOD": "clip"}, {"algorithm.rollout_correction.bypass_mode": False}),
+    ("dapo-qwen3-4b.sh", {"INFER_BACKEND": "sglang"}, {f"{ROLLOUT}.name": "sglang"}),
+    ("dapo-qwen3-4b.sh", {"LOGGER": "console,trackio"}, {"trainer.logger": ["console", "trackio"]}),
+    ("gsm8k-1-gpu.sh", {"KL_BOUND": "0.1"}, {f"{POLICY_LOSS}.kl_bound": 0.1}),
+    *((script, {"ANCHOR": "rollout"}, {f"{POLICY_LOSS}.anchor": "rollout"}) for script in SCRIPTS),
+    ("gsm8k-nodes.sh", {"NNODES": "4"}, {f"transfer_queue.backend.{UNITS}": 8}),
+    ("gsm8k-nodes.sh", {"NNODES": "16"}, {f"transfer_queue.backend.{UNITS}": 32}),
+    # Routes are replayed from the rollout or from the pass of the old policies.
+    *(
+        ("dapo-qwen3-30b-a3b.sh", {"ROUTING_REPLAY_MODE": mode}, {REPLAY: mode, FROM_ROLLOUT: from_rollout})
+        for mode, from_rollout in (("R3", True), ("R2", False), ("disabled", False))
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "environment", "wanted"), ENVIRONMENTS)
+def test_settings_of_the_environment_arrive(
+    script: str, environment: dict[str, str], wanted: dict[str, Any], configure: Configure
 ) -> None:
-    config = configure("dapo-qwen3-30b-a3b.sh", ROUTING_REPLAY_MODE=mode)
+    config = configure(script, **environment)
     check(config)
-    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == mode
-    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay is reported
+    assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
+
+
+def test_settings_on_the_command_line_win(configure: Configure) -> None:
+    config = configure("gsm8k-1-gpu.sh", "trainer.total_epochs=1", "data.train_batch_size=64")
+    assert (config.trainer.total_epochs, config.data.train_batch_size) == (1, 64)
+
+
+def test_sglang_cannot_be_the_anchor(configure: Configure) -> None:
+    with pytest.raises(Exception, match="rollout that reports its distributions"):
+        check(configure("dapo-qwen3-4b.sh", INFER_BACKEND="sglang", ANCHOR="rollout"))
 
 
 def test_verls_reward_for_dapo_punishes_long_answers(configure: Configure) -> None:
@@ -205,24 +204,6 @@ def test_verls_reward_for_dapo_punishes_long_answers(configure: Configure) -> No
     manager = get_reward_manager_cls(config.reward.reward_manager.name)(config, None, None)
     assert manager.max_resp_len == 1024
     assert manager.overlong_buffer_cfg.enable and manager.overlong_buffer_cfg.len == 512
-
-
-def test_loggers_are_those_that_verl_knows(configure: Configure) -> None:
-    for chosen in ("console", "wandb", "console,trackio", "console,file"):
-        loggers = list(configure("dapo-qwen3-4b.sh", LOGGER=chosen).trainer.logger)
-        assert loggers == chosen.split(",") and set(loggers) <= set(Tracking.supported_backend)
-
-
-def test_storage_units_grow_with_the_machines(configure: Configure) -> None:
-    for machines, units in ((1, 8), (4, 8), (16, 32)):
-        queue = configure("gsm8k-nodes.sh", NNODES=str(machines)).transfer_queue
-        assert queue.backend.SimpleStorage.num_data_storage_units == units
-
-
-def test_settings_on_the_command_line_win(configure: Configure) -> None:
-    config = configure("gsm8k-1-gpu.sh", "trainer.total_epochs=1", "data.train_batch_size=64", KL_BOUND="0.1")
-    assert (config.trainer.total_epochs, config.data.train_batch_size) == (1, 64)
-    assert config.actor_rollout_ref.actor.policy_loss.kl_bound == 0.1
 
 
 def test_wrong_use_is_told_what_to_do(tmp_path: Path) -> None:
@@ -254,3 +235,23 @@ def test_slurm_starts_ray_on_all_machines_and_the_script_on_the_first(tmp_path: 
     assert ray.startswith(
         "--ntasks-per-node=1 ray symmetric-run --address=10.0.0.7:6379 --min-nodes=3 --num-gpus=8 -- bash "
     )
+
+
+def test_rows_have_verls_columns_and_their_gold_answers_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `prepare.py` writes is graded by the rewards that the scripts name."""
+    task = FOLDER.parent / "tasks" / "geometry.yaml"
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(task), str(tmp_path), "--eval_size", "2"])
+    runpy.run_path(str(FOLDER / "prepare.py"), run_name="__main__")
+    assert "train.parquet" in capsys.readouterr().out
+    for name in ("train", "test"):
+        rows = read_table(tmp_path / f"{name}.parquet").to_pylist()
+        assert rows
+        for index, row in enumerate(rows):
+            assert row.keys() == {"data_source", "ability", "prompt", "reward_model", "extra_info"}
+            assert row["prompt"][0]["role"] == "user" and row["extra_info"] == {"index": index}
+            gold = row["reward_model"]["ground_truth"]
+            answer = rf"It is \boxed{{{gold}}}."
+            assert compute_score(row["data_source"], answer, gold, row["extra_info"])["score"] == 1
+            assert compute_score(row["data_source"], "", gold, row["extra_info"])["score"] == 0

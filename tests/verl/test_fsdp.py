@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,17 +26,18 @@ from tests.verl.actor import (
     rollout,
     single,
     trolled,
+    with_scores,
 )
 from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
 from tests.verl.worker import CASES, trained
 from troll.verl.old_policies import response_places
 
-ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+BOTH = tuple(itertools.product((True, False), repeat=2))
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return worker.run(2, worker.two_processes, model_folder(), tmp_path_factory.mktemp("two") / "found.pt")
+    return worker.run(2, worker.two_processes, tmp_path_factory.mktemp("two") / "found.pt", model_folder())
 
 
 def check_equals_the_core(found: dict[str, Any], processes: int = 1, **changes: Any) -> None:
@@ -45,9 +47,10 @@ def check_equals_the_core(found: dict[str, Any], processes: int = 1, **changes: 
     check(model_folder(), found["steps"], found["metrics"], divided(samples, world=processes), settings)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("reads_head", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "reads_head", "packed"),
+    [(case, *both) for case in CASES for both in BOTH if case == "token" or both[0] is both[1]],
+)
 def test_one_process_equals_the_core(
     case: str, reads_head: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,10 +94,11 @@ def test_one_temperature_for_each_sample_is_applied_to_logits() -> None:
     check_captured(model_folder(), captured(actor.engine, batch), samples, Settings(temperature=0.7))
 
 
-def test_fused_kernels_of_verl_change_nothing() -> None:
-    found = trained(trolled(True, "actor_rollout_ref.model.use_fused_kernels=true"), as_batch(rollout()))
+def test_fused_kernels_of_verl_are_off_and_a_temperature_divides_both_policies_logits() -> None:
+    actor = trolled(True, "actor_rollout_ref.model.use_fused_kernels=true")
+    found = trained(actor, as_batch(rollout(), temperature=0.7))
     assert found["reads_head"]
-    check_equals_the_core(found)
+    check_equals_the_core(found, temperature=0.7)
 
 
 def test_a_reference_with_fused_kernels_may_share_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,14 +121,7 @@ def test_a_reference_with_fused_kernels_may_share_the_process(monkeypatch: pytes
 
 
 def responses(values: Tensor, batch: Any) -> Tensor:
-    """What a pass says of the response tokens, (N,)."""
     return values.values()[response_places(batch) > 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
-def test_eager_attention_equals_the_core(packed: bool) -> None:
-    check_equals_the_core(trained(trolled(packed, f"{ATTENTION}=eager"), as_batch(rollout())))
 
 
 @pytest.mark.parametrize(
@@ -164,30 +161,18 @@ def test_static_pack_sizes_equal_the_core(monkeypatch: pytest.MonkeyPatch) -> No
     check(model_folder(), found["steps"], found["metrics"], divided(samples) * 2, Settings())
 
 
-def test_temperature_divides_the_logits_of_both_policies() -> None:
-    found = trained(trolled(), as_batch(rollout(), temperature=0.7))
-    check_equals_the_core(found, temperature=0.7)
-
-
-def test_dynamic_batch_sizes_capture_in_the_order_of_the_batch() -> None:
-    samples = rollout()
-    batch, actor = as_batch(samples), trolled()
-    actor.infer(batch, calculate_entropy=True, use_dynamic_bsz=True, max_token_len_per_gpu=24)
-    check_captured(model_folder(), captured(actor.engine, batch), samples, Settings())
-
-
-def test_old_policies_follow_their_sequences_through_shuffled_epochs() -> None:
+def test_old_policies_follow_their_sequences_through_dynamic_batches_and_shuffled_epochs() -> None:
     actor, samples = trolled(), rollout()
-    scored = actor.score(as_batch(samples))
+    batch, dynamic = as_batch(samples), {"use_dynamic_bsz": True, "max_token_len_per_gpu": 24}
+    scored = with_scores(batch, actor.infer(batch, calculate_entropy=True, **dynamic))
+    check_captured(model_folder(), captured(actor.engine, batch), samples, Settings())
     forward_backward = actor.engine.forward_backward_batch
     with mock.patch.object(actor.engine, "forward_backward_batch", wraps=forward_backward) as passes:
-        metrics = actor.update(
-            scored, epochs=2, dataloader_kwargs={"shuffle": True}, use_dynamic_bsz=True, max_token_len_per_gpu=24
-        )
+        metrics = actor.update(scored, epochs=2, dataloader_kwargs={"shuffle": True}, **dynamic)
     order = [[row.tolist() for row in call.args[0]["input_ids"].unbind()] for call in passes.call_args_list]
     by_ids = {tuple(sample.input_ids.tolist()): sample for sample in samples}
     mini_batches = [[[by_ids[tuple(ids)] for ids in mini_batch]] for mini_batch in order]
-    assert len(mini_batches) == 8 and mini_batches[:4] != mini_batches[4:]
+    assert len(mini_batches) == 6 and mini_batches[:3] != mini_batches[3:]
     check(model_folder(), actor.steps, metrics, mini_batches, Settings())
 
 
@@ -240,7 +225,6 @@ def test_reports_of_a_truncated_rollout_train_as_captured_policies_do() -> None:
 
 
 def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether two runs end with the same bits."""
     records = zip(got["old_policies"], wanted["old_policies"], strict=True)
     return all(torch.equal(a, b) for a, b in records) and all(
         torch.equal(got["parameters"][name], value) for name, value in wanted["parameters"].items()
@@ -252,15 +236,15 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(settings: tuple[str
     """The weight of the pull included, which has adapted before the checkpoint."""
     actor = trolled(True, *policy_loss(*settings))
     wanted = worker.uninterrupted(actor, 0, 1, tmp_path / "checkpoint")
-    got = worker.run(1, worker.resumed, model_folder(), tmp_path / "found.pt", tmp_path / "checkpoint", *settings)
+    got = worker.run(1, worker.resumed, tmp_path / "found.pt", model_folder(), tmp_path / "checkpoint", *settings)
     assert same(got, wanted)
     if settings:
-        assert got["metrics"]["trust_region/regression_weight"] == [2.0] * 4
+        assert got["metrics"]["trust_region/regression_weight"] == [2.0] * 3
 
 
 @pytest.mark.slow
 def test_two_processes_resume_after_one_was_killed_within_its_updates(tmp_path: Path) -> None:
-    places = (model_folder(), tmp_path / "found.pt", tmp_path / "checkpoint")
+    places = (tmp_path / "found.pt", model_folder(), tmp_path / "checkpoint")
     wanted = worker.run(2, worker.uninterrupted_processes, *places)
     with pytest.raises(Exception, match="SIGKILL"):
         worker.run(2, worker.killed, *places)

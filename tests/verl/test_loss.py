@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from tests.tolerance import within
-from tests.verl.actor import Sample, Step, as_batch, model_folder, rollout, single, trolled
+from tests.verl.actor import Step, as_batch, model_folder, rollout, single, trolled
 from tests.verl.reference import Settings, check, compared, divided
 from troll.verl.loss import ProjectedTokens, projected, trust_region_policy_loss
 
@@ -28,24 +29,35 @@ UNCLIPPED = {"clip_ratio": 1e9, "clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "
 UNBOUND = {"kl_bound": 1e6, "top_k": 64}
 
 
-def trained(actor: Any, fields: Mapping[str, Any]) -> tuple[list[Step], dict[str, Any], dict[str, Tensor]]:
-    """The updates of one rollout, verl's metrics and the parameters that they led to."""
-    batch = as_batch(rollout(), **fields)
-    metrics = actor.update(actor.score(batch))
-    return list(actor.steps), dict(metrics), actor.parameters()
-
-
 def per_token(low: float, high: float, seed: int) -> list[Tensor]:
     """Numbers for the response tokens of the rollout."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(len(s.response), generator=generator) * (high - low) + low for s in rollout()]
 
 
-def check_equal_to_verls_own(troll: dict[str, Any], stock: dict[str, Any], fields: dict[str, list[Tensor]]) -> None:
-    steps, metrics, parameters = trained(trolled().reset(**UNBOUND, **troll), fields)
+#: verl's reference policy and its correction weights.
+FIELDS: dict[str, Any] = {"ref_log_prob": per_token(-6, -1, seed=3), "rollout_is_weights": per_token(0.2, 2, seed=4)}
+
+#: verl's other terms of the loss.
+TERMS = {"entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "low_var_kl"}
+
+#: What TROLL is set to, what verl besides its unclipped loss, and the fields of the batch.
+UNREACHABLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    **{mode: ({}, {"loss_agg_mode": mode, "loss_scale_factor": 6}, {}) for mode in MODES},
+    "gspo": ({"ratio_level": "sequence"}, {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"}, {}),
+    "other terms": ({}, TERMS, FIELDS),
+}
+
+
+@pytest.mark.parametrize(("settings", "stock", "fields"), UNREACHABLE.values(), ids=UNREACHABLE)
+def test_an_unreachable_bound_is_verls_unclipped_loss(
+    settings: dict[str, Any], stock: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    shared = {name: value for name, value in stock.items() if name != "loss_mode"}
+    steps, metrics, parameters = trained(trolled().reset(**UNBOUND, **settings, **shared), fields)
     # verl's loss of its own engine, with verl's old log-probabilities.
-    wanted_steps, wanted, wanted_parameters = trained(single(plug_in=()).reset(**stock), fields)
-    assert metrics["trust_region/projected_fraction"] == [0.0] * 4
+    wanted_steps, wanted, wanted_parameters = trained(single(plug_in=()).reset(**UNCLIPPED, **stock), fields)
+    assert metrics["trust_region/projected_fraction"] == [0.0] * 3
     for name in {"loss", "grad_norm", "actor/ppo_kl", "actor/entropy_loss", "kl_loss"} & wanted.keys():
         assert metrics[name] == pytest.approx(wanted[name], rel=3e-5, abs=3e-6), name
     for step, other in zip(steps[:2], wanted_steps[:2], strict=True):
@@ -53,95 +65,70 @@ def check_equal_to_verls_own(troll: dict[str, Any], stock: dict[str, Any], field
     assert compared(parameters, wanted_parameters) < within(1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_unreachable_bound_is_verls_unclipped_loss(mode: str) -> None:
-    settings = {"loss_agg_mode": mode, "loss_scale_factor": 6 if mode.endswith("norm") else None}
-    check_equal_to_verls_own(settings, UNCLIPPED | settings, {})
+def trained(actor: Any, fields: Mapping[str, Any]) -> tuple[list[Step], dict[str, Any], dict[str, Tensor]]:
+    batch = as_batch(rollout(), **fields)
+    metrics = actor.update(actor.score(batch))
+    return list(actor.steps), dict(metrics), actor.parameters()
 
 
-def test_an_unreachable_bound_is_verls_unclipped_gspo() -> None:
-    mode = {"loss_agg_mode": "seq-mean-token-mean"}
-    check_equal_to_verls_own(mode | {"ratio_level": "sequence"}, UNCLIPPED | mode | {"loss_mode": "gspo"}, {})
-
-
-def test_entropy_reference_and_rollout_correction_stay_verls() -> None:
-    terms = {"entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "low_var_kl"}
-    fields = {"ref_log_prob": per_token(-6, -1, seed=3), "rollout_is_weights": per_token(0.2, 2, seed=4)}
-    check_equal_to_verls_own(terms, UNCLIPPED | terms, fields)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_projected_tokens_are_aggregated_as_verl_does(mode: str) -> None:
-    actor = trolled().reset(loss_agg_mode=mode, loss_scale_factor=6, regression_weight=0.5)
-    steps, metrics, _ = trained(actor, {})
-    settings = Settings(loss_agg_mode=mode, regression_weight=0.5)
-    check(model_folder(), steps, metrics, divided(rollout()), settings)
-
-
-def test_proximal_pull_acts_on_every_token() -> None:
-    actor = trolled().reset(pull="proximal", regression_weight=0.5)
-    steps, metrics, _ = trained(actor, {})
-    check(model_folder(), steps, metrics, divided(rollout()), Settings(pull="proximal", regression_weight=0.5))
+@pytest.mark.parametrize(
+    "changes", [*({"loss_agg_mode": mode} for mode in MODES), {"pull": "proximal"}], ids=[*MODES, "proximal pull"]
+)
+def test_projected_tokens_are_aggregated_as_verl_does(changes: dict[str, Any]) -> None:
+    settings = {"regression_weight": 0.5, "loss_scale_factor": 6} | changes
+    steps, metrics, _ = trained(trolled().reset(**settings), {})
+    check(model_folder(), steps, metrics, divided(rollout()), Settings(**settings))
 
 
 def test_projected_tokens_keep_the_other_terms() -> None:
-    samples, references, weights = rollout(), per_token(-6, -1, seed=3), per_token(0.2, 2, seed=4)
-    actor = trolled().reset(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.5)
-    metrics = actor.update(actor.score(as_batch(samples, ref_log_prob=references, rollout_is_weights=weights)))
-    check(
-        model_folder(),
-        actor.steps,
-        metrics,
-        divided(samples),
-        Settings(entropy_coeff=0.3, kl_loss_coef=0.5),
-        weights={id(sample): weight for sample, weight in zip(samples, weights, strict=True)},
-        reference_log_probs={id(sample): value for sample, value in zip(samples, references, strict=True)},
+    samples = rollout()
+    actor = trolled().reset(**TERMS)
+    metrics = actor.update(actor.score(as_batch(samples, **FIELDS)))
+    references, weights = (
+        {id(sample): value for sample, value in zip(samples, values, strict=True)} for values in FIELDS.values()
     )
+    settings = Settings(entropy_coeff=0.3, kl_loss_coef=0.5)
+    terms = {"weights": weights, "reference_log_probs": references}
+    check(model_folder(), actor.steps, metrics, divided(samples), settings, **terms)
 
 
 def padded(tensors: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
-def estimated(samples: list[Sample], estimator: AdvantageEstimator, *, by_std: bool = True) -> list[Sample]:
-    """The samples with the advantages that verl computes of rewards, in groups of four of a prompt."""
+#: By the names of docs/verl.md; the other option is of GRPO.
+ESTIMATORS = {
+    "gae": (AdvantageEstimator.GAE, True),
+    "grpo": (AdvantageEstimator.GRPO, True),
+    "dr_grpo": (AdvantageEstimator.GRPO, False),
+    "rloo": (AdvantageEstimator.RLOO, True),
+    "reinforce++": (AdvantageEstimator.REINFORCE_PLUS_PLUS, True),
+    "reinforce++-baseline": (AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, True),
+}
+
+
+@pytest.mark.parametrize(("estimator", "by_std"), ESTIMATORS.values(), ids=ESTIMATORS)
+def test_advantages_of_every_estimator(estimator: AdvantageEstimator, by_std: bool) -> None:
+    """As verl computes them of rewards, in groups of four of a prompt."""
+    samples = rollout()
     generator = torch.Generator().manual_seed(5)
     mask = padded([sample.mask for sample in samples])
     rewards = torch.zeros(mask.shape)
     for row, sample in enumerate(samples):
         rewards[row, len(sample.response) - 1] = torch.rand((), generator=generator)
-    tensors = {
-        "token_level_rewards": rewards,
-        "response_mask": mask,
-        "values": torch.randn(mask.shape, generator=generator) * mask,
-    }
-    uids = np.array([str(row // 4) for row in range(len(samples))], dtype=object)
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
-    data = compute_advantage(
-        data, estimator, gamma=0.99, lam=0.9, norm_adv_by_std_in_grpo=by_std, config=AlgoConfig(adv_estimator=estimator)
+    values = torch.randn(mask.shape, generator=generator) * mask
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": rewards, "response_mask": mask, "values": values},
+        non_tensors={"uid": np.array([str(row // 4) for row in range(len(samples))], dtype=object)},
     )
+    config = AlgoConfig(adv_estimator=estimator)
+    data = compute_advantage(data, estimator, gamma=0.99, lam=0.9, norm_adv_by_std_in_grpo=by_std, config=config)
     advantages = data.batch["advantages"]
     assert advantages.abs().sum() > 0
-    return [
-        Sample(sample.prompt, sample.response, sample.mask, row[: len(sample.response)].clone())
+    samples = [
+        dataclasses.replace(sample, advantages=row[: len(sample.response)].clone())
         for sample, row in zip(samples, advantages, strict=True)
     ]
-
-
-@pytest.mark.parametrize(
-    ("estimator", "options"),
-    [
-        (AdvantageEstimator.GAE, {}),
-        (AdvantageEstimator.GRPO, {}),
-        (AdvantageEstimator.GRPO, {"by_std": False}),
-        (AdvantageEstimator.RLOO, {}),
-        (AdvantageEstimator.REINFORCE_PLUS_PLUS, {}),
-        (AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, {}),
-    ],
-    ids=["gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"],
-)
-def test_advantages_of_every_estimator(estimator: AdvantageEstimator, options: dict[str, Any]) -> None:
-    samples = estimated(rollout(), estimator, **options)
     actor = trolled()
     metrics = actor.update(actor.score(as_batch(samples)))
     check(model_folder(), actor.steps, metrics, divided(samples), Settings())

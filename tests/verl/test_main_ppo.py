@@ -6,10 +6,9 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from demo import METHODS, Run
+from demo import Run
 from toy_data import prepare
 
 from tests.tolerance import within
@@ -107,13 +106,3 @@ def test_a_run_that_died_goes_on_from_its_last_complete_checkpoint(data: Path, t
             assert parameters == saved[tuple(which)]
         saved[tuple(which)] = parameters
     assert sorted(run.metrics()) == [1, 2, 3]
-
-
-def test_the_clip_is_verls_own(data: Path, tmp_path: Path) -> None:
-    assert METHODS["clip"] == ()
-    run = Run("clip", tmp_path, 1)
-    code, output = main_ppo(run, data)
-    assert code == 0, output[-9000:]
-    metrics: dict[str, Any] = run.metrics()[1]
-    assert "actor/pg_clipfrac" in metrics
-    assert not any("trust_region" in name for name in metrics)

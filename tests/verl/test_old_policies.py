@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
@@ -26,10 +26,12 @@ from troll.verl.reported import NO_RECORD, without_slots
 VOCABULARY = 99
 
 
-def batch_of(prompts: Sequence[int], responses: Sequence[int], seed: int = 0) -> TensorDict:
+def batch_of(*lengths: tuple[int, int], seed: int = 0) -> TensorDict:
+    """Of the lengths of prompts and responses."""
     generator = torch.Generator().manual_seed(seed)
-    own = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in prompts]
-    answers = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in responses]
+    own, answers = (
+        [torch.randint(0, VOCABULARY, (pair[part],), generator=generator) for pair in lengths] for part in (0, 1)
+    )
     return tu.get_tensordict(
         {
             "input_ids": nested(torch.cat(pair) for pair in zip(own, answers, strict=True)),
@@ -62,15 +64,10 @@ lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, 
 )
 
 
-def both(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """The prompts' lengths and the responses'."""
-    return [prompt for prompt, _ in pairs], [response for _, response in pairs]
-
-
 @given(lengths)
 @settings(deadline=None, max_examples=60)
 def test_places_are_those_from_which_verl_takes_the_responses(pairs: list[tuple[int, int]]) -> None:
-    data = batch_of(*both(pairs))
+    data = batch_of(*pairs)
     places = response_places(data)
     responses = [response for _, response in pairs]
     # verl's own way from positions to responses, of the places themselves.
@@ -87,7 +84,7 @@ def test_places_are_those_from_which_verl_takes_the_responses(pairs: list[tuple[
 @given(lengths, st.integers(1, 4))
 @settings(deadline=None, max_examples=40)
 def test_processes_that_share_a_pack_have_every_token_once(pairs: list[tuple[int, int]], processes: int) -> None:
-    data = batch_of(*both(pairs))
+    data = batch_of(*pairs)
     places = response_places(data).unsqueeze(0)
     total = data["responses"].values().shape[0]
     padded, _ = pad_packed_inputs(places, None, -places.shape[-1] % processes)
@@ -102,7 +99,7 @@ def test_processes_that_share_a_pack_have_every_token_once(pairs: list[tuple[int
 @given(lengths, st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=40)
 def test_captured_policies_are_found_in_any_order(pairs: list[tuple[int, int]], random: Random) -> None:
-    data = batch_of(*both(pairs))
+    data = batch_of(*pairs)
     policy, kept, edges = captured(data), Captured(), data["responses"].offsets().tolist()
     parts, by_number = list(range(len(pairs))), [policy[start:end] for start, end in pairwise(edges)]
     random.shuffle(parts)
@@ -121,16 +118,16 @@ def sequence_of(data: TensorDict, number: int) -> tuple[str, str]:
 
 
 def test_sequences_that_were_not_captured_are_refused() -> None:
-    data, kept = batch_of([2, 3, 1], [3, 2, 4]), Captured()
+    data, kept = batch_of((2, 3), (3, 2), (1, 4)), Captured()
     kept.keep(captured(data), data)
-    other = batch_of([2, 3], [3, 2], seed=1)
+    other = batch_of((2, 3), (3, 2), seed=1)
     with pytest.raises(ValueError, match="2 of 5 sequences of a batch have no old policy in this process"):
         kept.of(tu.concat_tensordict([data, other]))
 
 
 def test_the_same_tokens_after_another_prompt_are_another_sequence() -> None:
     """Prompts may differ in images, which their tokens do not show, or in where they end."""
-    data = batch_of([2, 2], [3, 3])
+    data = batch_of((2, 3), (2, 3))
     first = tu.index_select_tensor_dict(data, [0, 0])
     tu.assign_non_tensor_stack(first, "uid", ["a", "b"])
     policy, kept = captured(first), Captured()
@@ -147,7 +144,7 @@ def test_the_same_tokens_after_another_prompt_are_another_sequence() -> None:
 @given(lengths)
 @settings(deadline=None, max_examples=40)
 def test_a_field_gives_back_the_policy(pairs: list[tuple[int, int]]) -> None:
-    data = batch_of(*both(pairs))
+    data = batch_of(*pairs)
     policy = captured(data)
     data["old_policies"] = as_field(policy, data)
     assert same(reported(data, 1).unpack(), policy)
@@ -190,26 +187,6 @@ def test_records_follow_their_sequences_through_verls_batches() -> None:
         check_aligned(mini_batch, list(range(at, at + 4)), policies)
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.slow
-def test_rays_object_store_returns_the_same_bits(local_ray: None) -> None:
-    import ray
-
-    data, policies = with_field()
-    parts = [ray.get(ray.put(part)) for part in tu.chunk_tensordict(ray.get(ray.put(data)), 3)]
-    whole = tu.concat_tensordict(parts)
-    pairs = zip(whole["old_policies"].unbind(), data["old_policies"].unbind(), strict=True)
-    assert all(torch.equal(got, sent) for got, sent in pairs)
-    check_aligned(whole, list(range(12)), policies)
-
-
 def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:
     """As a rollout reports them where no agent loop of this package takes them."""
     data = data.copy()
@@ -249,7 +226,7 @@ def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
 
 def test_a_truncated_batch_in_which_no_token_counts_needs_no_report() -> None:
     data, _ = with_field(3)
-    data = with_mask(data, [torch.zeros_like(mask) for mask in data["response_mask"].unbind()])
+    data["response_mask"] = torch.zeros_like(data["response_mask"])
     data["old_policies"] = nested([NO_RECORD] * 3)
     found = reported(data, VOCABULARY, truncated=True).unpack()
     step = trust_region_step(torch.randn(len(data["responses"].values()), VOCABULARY), found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ PROXIMAL: dict[str, Any] = {"pull": "proximal", "kl_bound": float("inf")}
 
 
 def rollouts(actor: Actor, number: int = 2) -> list[dict[str, Any]]:
-    """The metrics of the updates of so many rollouts."""
     return [dict(actor.update(actor.score(as_batch(rollout(seed=seed))))) for seed in range(1, 1 + number)]
 
 
 @pytest.mark.parametrize("pull", [PROXIMAL, {}], ids=["proximal", "projection"])
 def test_weight_adapts_to_last_update_of_rollout(pull: dict[str, Any]) -> None:
-    """Once a rollout, by the mean KL of all tokens of its fourth update."""
+    """Once a rollout, by the mean KL of all tokens of its last update."""
     fixed = rollouts(trolled().reset(**pull), 1)[0]
     assert WEIGHT not in fixed and SEEN not in fixed
     kl = fixed["trust_region/regression"]
@@ -32,7 +31,7 @@ def test_weight_adapts_to_last_update_of_rollout(pull: dict[str, Any]) -> None:
     for target, factor in ((kl[-1] * 1.52, 0.5), (kl[-1] * 1.48, 1), (kl[-1] / 1.48, 1), (kl[-1] / 1.52, 2)):
         first, second = rollouts(trolled().reset(regression_target=target, **pull))
         assert first["trust_region/regression"] == kl
-        assert first[WEIGHT] == [1.0] * 4 and second[WEIGHT] == [factor] * 4
+        assert first[WEIGHT] == [1.0] * 3 and second[WEIGHT] == [factor] * 3
         assert first[SEEN] == [pytest.approx(kl[-1], rel=1e-6)] and len(second[SEEN]) == 1
 
 
@@ -46,19 +45,17 @@ def test_loss_takes_adapted_weight() -> None:
     assert all(torch.equal(value, found[name]) for name, value in fixed.parameters().items())
 
 
-def test_weight_stays_after_skipped_update() -> None:
+@pytest.mark.parametrize("reason", ["skipped", "no token counts"])
+def test_weight_stays_after_update_that_says_nothing(reason: str) -> None:
     actor = trolled().reset(regression_target=1e-6)
     scored = actor.score(as_batch(rollout()))
-    with actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan):
-        metrics = actor.update(scored)
-    assert SEEN not in metrics and actor.engine.regression_weight.value == 1.0
-
-
-def test_weight_stays_where_no_token_counts() -> None:
-    actor = trolled().reset(regression_target=1e-6)
-    scored = actor.score(as_batch(rollout()))
-    scored["response_mask"] = nested(torch.zeros_like(sample.mask) for sample in rollout())
-    assert SEEN not in actor.update(scored)
+    hook: AbstractContextManager[Any] = nullcontext()
+    if reason == "skipped":
+        hook = actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan)
+    else:
+        scored["response_mask"] = nested(torch.zeros_like(sample.mask) for sample in rollout())
+    with hook:
+        assert SEEN not in actor.update(scored)
     assert actor.engine.regression_weight.value == 1.0
 
 
@@ -75,33 +72,21 @@ def test_target_out_of_reach_takes_weight_to_limit_and_warns_once(
     assert caplog.messages[0].startswith(f"regression_weight stays at {limit:g}, the limit of its range")
 
 
-def test_restored_weight_is_exactly_that_of_checkpoint(tmp_path: Path) -> None:
+def test_only_adaptive_weight_is_saved_and_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trolled()
-    weight, other = RegressionWeight(0.1, target=0.03), RegressionWeight(3.0, target=0.03)
-    weight.adapt(9.0)
-    weight.save(tmp_path)
-    other.load(tmp_path)
-    assert other.value == weight.value == 0.2
-
-
-def test_fixed_weight_is_not_saved_and_not_restored(tmp_path: Path) -> None:
-    trolled()
-    RegressionWeight(3.0, target=None).save(tmp_path)
+    adaptive, fixed = RegressionWeight(0.1, target=0.03), RegressionWeight(5.0, target=None)
+    adaptive.adapt(9.0)
+    fixed.save(tmp_path)
     assert not list(tmp_path.iterdir())
-    RegressionWeight(3.0, target=0.03).save(tmp_path)
-    fixed = RegressionWeight(5.0, target=None)
-    fixed.load(tmp_path)
-    assert fixed.value == 5.0
-
-
-def test_checkpoint_without_weight_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trolled()
-    weight = RegressionWeight(3.0, target=0.03)
-    weight.adapt(9.0)
-    with caplog.at_level(logging.WARNING):
-        weight.load(tmp_path)
-    assert weight.value == 3.0
+    other = RegressionWeight(3.0, target=0.03)
+    other.adapt(9.0)
+    other.load(tmp_path)
+    assert other.value == 3.0
     assert caplog.messages == [f"{tmp_path} has no {WEIGHT_STATE}: regression_weight starts anew"]
+    adaptive.save(tmp_path)
+    for weight, wanted in ((other, 0.2), (fixed, 5.0)):
+        weight.load(tmp_path)
+        assert weight.value == wanted
 
 
 def test_weight_is_part_of_extra_contents(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ SETTINGS: dict[str, Any] = {"vocab_size": V, "top_k": K, "mass_threshold": 1e-5}
 
 
 def engine_rows(count: int, number: int = K, *, scale: float = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """An engine's rows: ids and log-probabilities (T, 1 + number)."""
     generator = torch.Generator().manual_seed(seed)
-    log_probs = torch.log_softmax(scale * torch.randn(count, V, generator=generator), -1)
+    return rows_of(torch.log_softmax(scale * torch.randn(count, V, generator=generator), -1), number, generator)
+
+
+def rows_of(log_probs: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     sampled = torch.multinomial(log_probs.exp(), 1, generator=generator)
     top = log_probs.topk(number)
     ids = torch.cat([sampled, top.indices], -1)
@@ -53,12 +55,10 @@ def test_the_record_is_the_cores_policy(scale: float, mass_threshold: float, num
 
 
 def test_the_whole_vocabulary_leaves_no_tail() -> None:
-    log_probs = torch.log_softmax(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), -1)
-    top = log_probs.topk(5)
-    ids, values = torch.cat([top.indices[:, 2:3], top.indices], -1), torch.cat([top.values[:, 2:3], top.values], -1)
-    got = read(old_policy_record(ids, values, vocab_size=5, top_k=K, mass_threshold=0.0))
-    assert got.top_k == 5 and got.tail_log_prob.eq(-torch.inf).all()
-    assert got.slot.eq(2).all()
+    ids, log_probs = engine_rows(4, V)
+    got = read(old_policy_record(ids, log_probs, vocab_size=V, top_k=V + 1, mass_threshold=0.0))
+    assert got.top_k == V and got.tail_log_prob.eq(-torch.inf).all()
+    assert torch.equal(got.token_ids.gather(-1, got.slot[:, None]), ids[:, :1].long())
 
 
 def test_rounding_that_exceeds_one_is_renormalised() -> None:
@@ -79,20 +79,14 @@ def test_equal_log_probs_are_in_the_order_of_their_ids() -> None:
     assert read(both).token_ids[:, :5].tolist() == [[50, 20, 30, 10, 4]] * 2
 
 
-def truncated_rows(
-    truncation: Truncation, count: int = 200, number: int = K, *, scale: float = 8
-) -> tuple[Tensor, Tensor, Tensor]:
+def truncated_rows(truncation: Truncation, *, scale: float = 8) -> tuple[Tensor, Tensor, Tensor]:
     """As `engine_rows`, of an engine that samples after truncation, and the logits of the whole policies."""
     generator = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(count, V, generator=generator)
+    logits = scale * torch.randn(200, V, generator=generator)
     whole = capture(logits, logits.argmax(-1), top_k=V, mass_threshold=0.0)
     kept = torch.full_like(logits, -torch.inf)
     kept.scatter_(-1, whole.token_ids, whole.log_probs.masked_fill(~truncation.kept(whole), -torch.inf))
-    log_probs = torch.log_softmax(kept, -1)
-    sampled = torch.multinomial(log_probs.exp(), 1, generator=generator)
-    top = log_probs.topk(number)
-    ids = torch.cat([sampled, top.indices], -1)
-    return ids.int(), torch.cat([log_probs.gather(-1, sampled), top.values], -1), logits
+    return *rows_of(torch.log_softmax(kept, -1), K, generator), logits
 
 
 @pytest.mark.parametrize("truncation", [Truncation(top_p=0.8), Truncation(top_k=5), Truncation(top_k=9, top_p=0.95)])
@@ -166,26 +160,16 @@ def check_slots(record: Tensor, expected: list[PackedPolicy | int]) -> None:
     assert at == policy.shape[0]
 
 
-def test_a_response_of_one_turn_has_its_record() -> None:
-    only, _ = turn(PROMPT, 6, seed=1)
-    assert response_record(PROMPT, only.token_ids, [only]) is only.record
-
-
-def test_turns_and_what_tools_wrote_between_them() -> None:
+@pytest.mark.parametrize("tool", [[7, 8], []], ids=["a tool's answer", "interrupted"])
+def test_turns_and_what_tools_wrote_between_them(tool: list[int]) -> None:
     first, policies = turn(PROMPT, 6, seed=1)
-    tool = [7, 8]
+    assert response_record(PROMPT, first.token_ids, [first]) is first.record
     second, more = turn([*PROMPT, *first.token_ids, *tool], 4, seed=2)
-    response = [*first.token_ids, *tool, *second.token_ids]
+    response, gap = [*first.token_ids, *tool, *second.token_ids], len(tool)
     for turns in ([first, second], [second, first]):
-        check_slots(response_record(PROMPT, response, turns), [policies, 2, more])
-    check_slots(response_record(PROMPT, [*response, 9], [first, second]), [policies, 2, more, 1])
-    check_slots(response_record(PROMPT, response[:-3], [first, second]), [policies, 2, more[:1]])
-
-
-def test_an_interrupted_completion_goes_on_where_it_was() -> None:
-    first, policies = turn(PROMPT, 6, seed=1)
-    second, more = turn([*PROMPT, *first.token_ids], 4, seed=2)
-    check_slots(response_record(PROMPT, first.token_ids + second.token_ids, [first, second]), [policies, more])
+        check_slots(response_record(PROMPT, response, turns), [policies, gap, more])
+    check_slots(response_record(PROMPT, [*response, 9], [first, second]), [policies, gap, more, 1])
+    check_slots(response_record(PROMPT, response[:-3], [first, second]), [policies, gap, more[:1]])
 
 
 def test_tokens_that_were_tokenised_anew_have_no_policy() -> None:

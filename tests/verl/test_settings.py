@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ from tests.verl.actor import (
 from troll import Truncation
 from troll.verl import TrollFSDPActorConfig
 from troll.verl.fsdp import TrollFSDPEngine
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+
+#: Engines of verl's that have no TROLL.
+OTHERS = ("veomni", "torchtitan")
 
 
 def actor(*overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> Any:
@@ -67,46 +74,23 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
 
 
 def test_the_command_line_sets_everything() -> None:
-    values = {
-        "kl_bound": math.inf,
-        "pull": "proximal",
-        "regression_weight": 0.5,
-        "regression_target": 0.01,
-        "top_k": 7,
-        "mass_threshold": 1e-3,
-        "tail": "floor",
-        "constraint": "batch",
-        "ratio_level": "sequence",
-    }
+    values: dict[str, Any] = {"kl_bound": math.inf, "pull": "proximal", "regression_weight": 0.5}
+    values |= {"regression_target": 0.01, "top_k": 7, "mass_threshold": 1e-3, "tail": "floor"}
+    values |= {"constraint": "batch", "ratio_level": "sequence"}
     settings = actor(*policy_loss(*(f"{name}={value}" for name, value in values.items()))).policy_loss
     assert {name: getattr(settings, name) for name in values} == values
-
-
-@pytest.mark.parametrize(
-    ("setting", "remedy"),
-    [
-        ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
-        ("actor_rollout_ref.rollout.name=sglang", "rollout.name=vllm"),
-        ("actor_rollout_ref.rollout.disaggregation.enabled=true", "without disaggregation"),
-    ],
-)
-def test_a_rollout_that_cannot_be_the_anchor_is_refused(setting: str, remedy: str) -> None:
-    with pytest.raises(Exception, match=remedy):
-        actor(*REPORTED, setting)
 
 
 @pytest.mark.parametrize(
     ("setting", "kept"), [("top_p=0.9", Truncation(top_p=0.9)), ("top_k=20", Truncation(top_k=20))]
 )
 def test_a_truncated_rollout_can_be_the_anchor(setting: str, kept: Truncation) -> None:
-    assert actor(*REPORTED, f"actor_rollout_ref.rollout.{setting}").policy_loss.truncation == kept
-    with pytest.raises(Exception, match="tail=bucket"):
-        actor(*REPORTED, f"actor_rollout_ref.rollout.{setting}", *policy_loss("tail=floor"))
+    assert actor(*REPORTED, f"{ROLLOUT}.{setting}").policy_loss.truncation == kept
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_vllm_is_an_anchor_where_its_server_reports(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = (*REPORTED, "actor_rollout_ref.rollout.name=vllm", f"trainer.v1.trainer_mode={mode}")
+    settings = (*REPORTED, f"{ROLLOUT}.name=vllm", f"trainer.v1.trainer_mode={mode}")
     assert actor(*settings).policy_loss.rollout_name == "vllm"
     monkeypatch.delitem(sys.modules, "troll.verl.plugin")
     with pytest.raises(Exception, match=r"needs troll\.verl\.plugin, .*VERL_USE_EXTERNAL_PLUGINS at auto"):
@@ -117,88 +101,74 @@ def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:
     assert actor("algorithm.rollout_correction=null").policy_loss.bypass_mode is False
 
 
+ADAPTIVE = f"{ACTOR}.policy_loss.regression_target=0.01"
+
+#: Settings of the trust region, and what is said of them.
+REFUSED = {
+    "loss_mode=vanilla": r"loss_mode must be troll .*leave the group out",
+    "kl_bound=0": r"policy_loss\.kl_bound must be above 0 and, .*, got 0",
+    "kl_bound=-1": r"kl_bound must be above 0 and, .*, got -1",
+    "kl_bound=.nan": r"kl_bound must be above 0 and, .*, got nan",
+    "kl_bound=.inf": r"kl_bound must be above 0 and, .*, got inf",
+    "kl_bound=5%": r"policy_loss\.kl_bound must be a number, got '5%'",
+    "regression_weight=-0.1": r"policy_loss\.regression_weight must be at least 0",
+    "regression_weight=.nan": r"policy_loss\.regression_weight must be at least 0",
+    "regression_target=0": r"policy_loss\.regression_target must be above 0 and finite, got 0",
+    "regression_target=.inf": r"regression_target must be above 0 and finite, got inf",
+    "regression_target=.nan": r"regression_target must be above 0 and finite, got nan",
+    "regression_target=small": r"policy_loss\.regression_target must be a number, got 'small'",
+    "top_k=0": r"top_k must be an integer of at least 1, got 0",
+    "mass_threshold=1": r"mass_threshold must be .*\[0, 1\)",
+    "pull=old": r"policy_loss\.pull must be one of projection, proximal, got 'old'",
+    "tail=none": r"tail must be one of bucket, floor, got 'none'",
+    "constraint=group": r"policy_loss\.constraint must be one of token, sequence, batch, got 'group'",
+    "ratio_level=turn": r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'",
+    "anchor=new": r"policy_loss\.anchor must be one of old, rollout, got 'new'",
+    "anchor=rollout": r"bypass_mode=True and actor_rollout_ref\.rollout\.calculate_log_probs=True",
+}
+
+#: Settings of verl, alone or together, and what is said of them beside TROLL.
+REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
+    (ADAPTIVE, f"{ACTOR}.policy_loss.regression_weight=0"): r"with regression_target, .* above 0 and finite, got 0",
+    (ADAPTIVE, "data.train_batch_size=4"): r"is 0 with one update per rollout: lower ",
+    ("trainer.use_v1=false",): r"set trainer\.use_v1=True",
+    ("rollout.nnodes=1",): r"fully_async_policy and .*trainer_mode=separate_async",
+    (BYPASS,): r"bypass_mode=True .* set it to False, or .*anchor=rollout",
+    ("distillation.enabled=true",): r"set distillation\.enabled=False",
+    (f"{ACTOR}.use_prefix_grouper=true",): r"use_prefix_grouper=False",
+    **{(f"{ACTOR}.strategy={other}",): rf"actor\.strategy must be fsdp or fsdp2 .*got '{other}'" for other in OTHERS},
+    (*REPORTED, f"{ROLLOUT}.logprobs_mode=raw_logprobs"): "logprobs_mode=processed_logprobs",
+    (*REPORTED, f"{ROLLOUT}.name=sglang"): r"rollout\.name=vllm",
+    (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
+    (*REPORTED, f"{ROLLOUT}.top_p=0.9", *policy_loss("tail=floor")): "tail=bucket",
+    (*REPORTED, f"{ROLLOUT}.top_k=20", *policy_loss("tail=floor")): "tail=bucket",
+}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (policy_loss("loss_mode=vanilla"), r"loss_mode must be troll .*leave the group out"),
-        (policy_loss("kl_bound=0"), r"policy_loss\.kl_bound must be above 0 and, .*, got 0"),
-        (
-            policy_loss("kl_bound=-1"),
-            r"policy_loss\.kl_bound must be above 0 and, .*, got -1",
-        ),
-        (
-            policy_loss("kl_bound=.nan"),
-            r"policy_loss\.kl_bound must be above 0 and, .*, got nan",
-        ),
-        (
-            policy_loss("kl_bound=.inf"),
-            r"policy_loss\.kl_bound must be above 0 and, .*, got inf",
-        ),
-        (policy_loss("kl_bound=5%"), r"policy_loss\.kl_bound must be a number, got '5%'"),
-        (policy_loss("regression_weight=-0.1"), r"policy_loss\.regression_weight must be at least 0"),
-        (policy_loss("regression_weight=.nan"), r"policy_loss\.regression_weight must be at least 0"),
-        (policy_loss("regression_target=0"), r"policy_loss\.regression_target must be above 0 and finite, got 0"),
-        (policy_loss("regression_target=.inf"), r"policy_loss\.regression_target must be above 0 and finite, got inf"),
-        (policy_loss("regression_target=.nan"), r"policy_loss\.regression_target must be above 0 and finite, got nan"),
-        (policy_loss("regression_target=small"), r"policy_loss\.regression_target must be a number, got 'small'"),
-        (
-            policy_loss("regression_target=0.01", "regression_weight=0"),
-            r"with regression_target, .*\.regression_weight must be above 0 and finite, got 0",
-        ),
-        (
-            [*policy_loss("regression_target=0.01"), "data.train_batch_size=4"],
-            r"is 0 with one update per rollout: lower ",
-        ),
-        (policy_loss("top_k=0"), r"top_k must be an integer of at least 1, got 0"),
-        (policy_loss("mass_threshold=1"), r"mass_threshold must be .*\[0, 1\)"),
-        (policy_loss("pull=old"), r"policy_loss\.pull must be one of projection, proximal, got 'old'"),
-        (policy_loss("tail=none"), r"tail must be one of bucket, floor, got 'none'"),
-        (
-            policy_loss("constraint=group"),
-            r"policy_loss\.constraint must be one of token, sequence, batch, got 'group'",
-        ),
-        (policy_loss("ratio_level=turn"), r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'"),
-        (policy_loss("anchor=new"), r"policy_loss\.anchor must be one of old, rollout, got 'new'"),
-        (["trainer.use_v1=false"], r"set trainer\.use_v1=True"),
-        (["rollout.nnodes=1"], r"fully_async_policy and .*trainer_mode=separate_async"),
-        (
-            ["algorithm.rollout_correction.bypass_mode=true"],
-            r"bypass_mode=True .* set it to False, or .*anchor=rollout",
-        ),
-        (policy_loss("anchor=rollout"), r"bypass_mode=True and actor_rollout_ref\.rollout\.calculate_log_probs=True"),
-        (["distillation.enabled=true"], r"set distillation\.enabled=False"),
-        ([f"{ACTOR}.use_prefix_grouper=true"], r"use_prefix_grouper=False"),
-        ([f"{ACTOR}.strategy=veomni"], r"actor\.strategy must be fsdp or fsdp2 .*got 'veomni'"),
-        ([f"{ACTOR}.strategy=torchtitan"], r"actor\.strategy must be fsdp or fsdp2 .*got 'torchtitan'"),
-    ],
+    [*((policy_loss(setting), message) for setting, message in REFUSED.items()), *REFUSED_OF_VERL.items()],
+    ids=[*REFUSED, *map(" ".join, REFUSED_OF_VERL)],
 )
-def test_what_cannot_be_trained_is_refused_on_the_driver(overrides: list[str], message: str) -> None:
+def test_what_cannot_be_trained_is_refused_on_the_driver(overrides: Sequence[str], message: str) -> None:
     with pytest.raises(Exception, match=message):
         on_the_driver(*overrides)
 
 
-@pytest.mark.parametrize("engine", ["veomni", "torchtitan", "megatron"])
+@pytest.mark.parametrize("engine", [*OTHERS, "megatron"])
 def test_another_engine_is_refused_with_what_to_set(engine: str) -> None:
     config = composed(model_folder(), f"model_engine={engine}", *PLUG_IN)
     with pytest.raises(Exception, match=rf"actor\.strategy must be fsdp or fsdp2 .*got '{engine}'.*model_engine=dp"):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-def test_verl_accepts_the_configuration_on_the_driver() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        on_the_driver()
-
-
-def test_a_run_that_is_never_off_policy_is_told_so() -> None:
+def test_only_a_run_that_is_never_off_policy_is_told_so(recwarn: pytest.WarningsRecorder) -> None:
+    one_update = "data.train_batch_size=4"
+    for overrides in ((), (one_update, f"{ACTOR}.ppo_epochs=2")):
+        on_the_driver(*overrides)
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
     with pytest.warns(UserWarning, match=r"one update per rollout.*ppo_mini_batch_size \(4\).*ppo_epochs"):
-        on_the_driver("data.train_batch_size=4")
-
-
-def test_a_second_epoch_is_off_policy() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        on_the_driver("data.train_batch_size=4", f"{ACTOR}.ppo_epochs=2")
+        on_the_driver(one_update)
 
 
 def test_the_plug_ins_actor_needs_its_settings() -> None:
@@ -208,15 +178,13 @@ def test_the_plug_ins_actor_needs_its_settings() -> None:
 
 def test_verls_own_loss_and_engine_stay_what_they_are() -> None:
     config = actor(plug_in=())
-    assert not isinstance(config, TrollFSDPActorConfig)
-    assert type(config).__module__.startswith("verl.")
-    assert config.policy_loss.loss_mode == "vanilla"
+    assert type(config).__module__.startswith("verl.") and config.policy_loss.loss_mode == "vanilla"
     assert POLICY_LOSS_REGISTRY["vanilla"].__module__ == "verl.trainer.ppo.core_algos"
-    stock = EngineRegistry.get_engine_cls("language_model", "fsdp2")
-    assert stock is FSDPEngineWithLMHead and stock.__module__.startswith("verl.")
-
-
-def test_the_clip_still_trains_beside_the_plug_in() -> None:
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
+    installed = Path(verl.__file__).parent
+    for name in ("forward_backward_batch", "prepare_model_outputs", "forward_step", "train_batch"):
+        code = getattr(FSDPEngineWithLMHead, name).__code__
+        assert Path(code.co_filename).is_relative_to(installed)
     stock = single(plug_in=()).reset()
     metrics = stock.update(stock.score(as_batch(rollout())))
     assert not any("trust_region" in name for name in metrics)
@@ -237,19 +205,4 @@ def test_the_engine_is_refused_without_the_group() -> None:
     built = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     object.__setattr__(built.engine, "strategy", "troll_fsdp2")
     with pytest.raises(ValueError, match=r"troll_fsdp2 gets its settings from the actor's configuration.*\+troll=fsdp"):
-        EngineRegistry.new(
-            model_type="language_model",
-            backend=built.engine.strategy,
-            model_config=omega_conf_to_dataclass(config.actor_rollout_ref.model),
-            engine_config=built.engine,
-            optimizer_config=built.optim,
-            checkpoint_config=built.checkpoint,
-        )
-
-
-def test_the_plug_in_patches_no_class_of_verls() -> None:
-    """What `TrollFSDPEngine` overrides is in its own classes; verl's files and classes are as installed."""
-    installed = Path(verl.__file__).parent
-    for name in ("forward_backward_batch", "prepare_model_outputs", "forward_step", "train_batch"):
-        code = getattr(FSDPEngineWithLMHead, name).__code__
-        assert Path(code.co_filename).is_relative_to(installed)
+        EngineRegistry.get_engine_cls("language_model", "troll_fsdp2")(None, built.engine, built.optim, None)

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from tests.tolerance import within
-from tests.verl.actor import SMALL, Actor, as_batch, configuration, in_this_process, policy_loss, rollout, saved
+from tests.verl.actor import SHAPE, SMALL, Actor, as_batch, configuration, in_this_process, policy_loss, rollout, saved
 from tests.verl.reference import compared
 from troll.runs.toy_model import character_tokenizer
 
@@ -19,31 +19,11 @@ from troll.runs.toy_model import character_tokenizer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-        "initializer_range": 0.45,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 1,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = {**SHAPE, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "rope_parameters": rope}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=1, tie_word_embeddings=False)
     return saved(Qwen3VLForConditionalGeneration(config), tmp_path_factory.mktemp("model"))
 

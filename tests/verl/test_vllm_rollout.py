@@ -12,7 +12,7 @@ import torch
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from tests.verl.vllm_engine import AsyncLLM, SamplingParams
-from troll import Truncation, capture
+from troll import capture
 from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.vllm_rollout import TopLogProbs, reporting
@@ -63,8 +63,6 @@ class Server:
 
 
 def outputs(engine: Any, **sampling: Any) -> list[Any]:
-    """What an engine yields for a request."""
-
     async def run() -> list[Any]:
         params = SamplingParams(**sampling)
         return [x async for x in engine.generate(prompt=[1], sampling_params=params, request_id="a")]
@@ -94,19 +92,6 @@ def test_the_record_is_the_policy_that_was_sampled_from(step: int) -> None:
     assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
 
 
-def test_the_record_of_a_truncated_rollout_is_the_kept_policy() -> None:
-    whole, truncation = distributions(), Truncation(top_k=5)
-    kept = torch.log_softmax(whole.masked_fill(whole < whole.topk(5).values[:, -1:], -torch.inf), -1)
-    sampled = whole.argmax(-1)
-    settings = {"trust_region": {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}}
-    output = generate(reporting(Server)(AsyncLLM(sampled.tolist(), kept.numpy()), settings, top_k=5))
-    policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
-    assert policy.truncated and policy.used.sum(-1).tolist() == [5] * len(TOKENS)
-    expected = capture(whole, sampled, truncation=truncation)
-    assert torch.equal(policy.token_ids[:, :5], expected.token_ids)
-    torch.testing.assert_close(policy.log_probs[:, :5], expected.log_probs, rtol=1e-5, atol=1e-6)
-
-
 def test_validation_may_sample_in_another_way() -> None:
     for sampling in ({"top_k": -1}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}):
         record = generate(server(top_k=5), **sampling).extra_fields[OLD_POLICIES]
@@ -116,10 +101,7 @@ def test_validation_may_sample_in_another_way() -> None:
 
 
 def test_what_verl_gets_is_unchanged() -> None:
-    plain = asyncio.run(
-        Server(engine(), {}).generate(prompt_ids=[1, 2], sampling_params={"logprobs": True}, request_id="a")
-    )
-    output = generate(server())
+    plain, output = generate(Server(engine(), {})), generate(server())
     assert (output.token_ids, output.log_probs) == (plain.token_ids, plain.log_probs)
     assert output.extra_fields["global_steps"] == 4
 
@@ -133,20 +115,16 @@ def test_the_frontend_makes_one_object_a_token_and_no_text() -> None:
     assert ids.shape == log_probs.shape == (len(TOKENS), 1 + K) and log_probs.dtype == torch.float32
 
 
-def test_stop_strings_are_still_looked_for() -> None:
-    reporting_server = server()
-    generate(reporting_server)
-    generate(reporting_server, "b", stop=["</answer>"])
-    assert [params.detokenize for params in reporting_server.engine.asked] == [False, True]
-
-
-def test_the_engine_is_asked_for_top_k_and_forgets_a_request() -> None:
+def test_the_engine_is_asked_for_top_k_and_stop_strings_and_forgets_a_request() -> None:
     reporting_server = server()
     generate(reporting_server)
     generate(reporting_server, "aborted")
     with pytest.raises(ConnectionError):
         generate(reporting_server, "fails")
-    assert [params.logprobs for params in reporting_server.engine.asked] == [K, K, K]  # an attribute of the engine's
+    generate(reporting_server, "b", stop=["</answer>"])
+    asked = reporting_server.engine.asked  # an attribute of the engine's
+    assert [params.logprobs for params in asked] == [K] * 4
+    assert [params.detokenize for params in asked] == [False, False, False, True]
     assert not reporting_server.engine._arrays
 
 
@@ -179,14 +157,18 @@ def test_the_engine_is_allowed_as_many_as_it_is_asked_for() -> None:
         assert arguments == {"max_logprobs": expected, "seed": 0}
 
 
-def test_a_completion_without_log_probs_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
-        generate(server(), logprobs=False)
-
-
-def test_log_probs_of_another_completion_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="3 tokens that are not the 3 of its completion"):
-        generate(server(), "changed")
+@pytest.mark.parametrize(
+    ("request_id", "sampling", "message"),
+    [
+        ("a", {"logprobs": False}, "calculate_log_probs=True"),
+        ("changed", {}, "3 tokens that are not the 3 of its completion"),
+    ],
+)
+def test_log_probs_that_are_missing_or_of_another_completion_are_refused(
+    request_id: str, sampling: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        generate(server(), request_id, **sampling)
 
 
 def test_an_aborted_completion_has_no_record() -> None:

@@ -1,7 +1,8 @@
-"""What tests run in several processes: `run(world, job, folder)` starts them, and rank 0 leaves what it found."""
+"""What tests run in several processes: `run` starts them, and rank 0 leaves what it found."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import _init_utils
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 from transformers import AttentionInterface
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
@@ -48,24 +49,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(world: int, job: Callable[..., Any], model: Path, out: Path, *arguments: Any) -> Any:
-    """Runs a job of this module in so many processes, and returns what rank 0 saved.
-
-    Raises:
-        Exception: If a process failed.
-    """
-    threads = torch.get_num_threads()
-    spawn(_process, (world, threads, get_free_port(), job, model, out, arguments), nprocs=world)
+def run(world: int, job: Callable[..., Any], out: Path, *arguments: Any) -> Any:
+    """Runs a job in so many processes, and returns what rank 0 saved; what a process raises is raised."""
+    # All jobs of a test process share one import of verl and Megatron, which takes longer than what they do.
+    multiprocessing.set_forkserver_preload([__name__, "tests.verl.megatron_worker"])
+    everything = (world, torch.get_num_threads(), get_free_port(), job, out, arguments)
+    start_processes(_process, everything, nprocs=world, start_method="forkserver")
     return torch.load(out, weights_only=False)
 
 
 def _process(
-    rank: int, world: int, threads: int, port: int, job: Callable[..., Any], model: Path, out: Path, arguments: Any
+    rank: int, world: int, threads: int, port: int, job: Callable[..., Any], out: Path, arguments: Any
 ) -> None:
     os.environ.update(place(rank, world, port))
     # As many as the tests have, whose bits it is compared with.
     torch.set_num_threads(threads)
-    found = job(rank, world, model, *arguments)
+    found = job(rank, world, *arguments)
     if rank == 0:
         torch.save(found, out)
     dist.barrier()
@@ -73,7 +72,6 @@ def _process(
 
 
 def trained(actor: Actor, batch: TensorDict, **options: Any) -> dict[str, Any]:
-    """A rollout's old policies, updates and parameters, as plain tensors."""
     scored = actor.score(batch)
     return _found(actor, captured(actor.engine, batch), actor.update(scored, **options))
 
@@ -89,7 +87,6 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 
 
 def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
-    """Every case, packed; one padded; logits of which one process holds NaN; sequence parallelism; FSDP 1."""
     samples = rollout()[rank::world]
     found = {}
     for packed in (True, False):
@@ -186,26 +183,23 @@ def gathered_attention(
 
 
 def uninterrupted(actor: Actor, rank: int, world: int, checkpoint: Path) -> dict[str, Any]:
-    """Two rollouts, with a checkpoint between them."""
     actor.update(actor.score(as_batch(rollout(seed=1)[rank::world])))
     actor.engine.save_checkpoint(str(checkpoint), global_step=1)
     return trained(actor, as_batch(rollout(seed=2)[rank::world]))
 
 
 def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
-    """`uninterrupted` in processes of its own."""
     return uninterrupted(_actor(model), rank, world, checkpoint)
 
 
 def resumed(rank: int, world: int, model: Path, checkpoint: Path, *settings: str) -> dict[str, Any]:
-    """The second of the two rollouts, from the checkpoint."""
     actor = _actor(model, *settings)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     return trained(actor, as_batch(rollout(seed=2)[rank::world]))
 
 
 def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
-    """Like `resumed`, but the process dies once the old policies are captured, and one update made of four."""
+    """Like `resumed`, but the process dies once the old policies are captured, and one of its updates made."""
     actor = _actor(model)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     scored = actor.score(as_batch(rollout(seed=2)[rank::world]))

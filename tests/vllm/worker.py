@@ -51,7 +51,6 @@ def largest_difference(model: Any, completions: list[list[int]], entries: list[l
 
 
 def main(job: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Trains, then moves all weights, hands them over, and asks the engine."""
     if job["engine"]:
         trl.generation.vllm_generation.LLM = partial(LLM, **job["engine"])
     folder = job["model"]

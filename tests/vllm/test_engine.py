@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU, colocated: it samples from the weights as they are, and its log-probabilities train.
+"""A real vLLM on a CPU: colocated, it samples from the weights as they are, and its log-probabilities train.
 
 Slow: an engine compiles for a minute. `make test-vllm` runs these in an environment with vLLM.
 """
@@ -36,6 +36,13 @@ FLOAT32_ERROR = 2 * tiny.LOG_PROB_ERROR
 BF16_ERROR = FLOAT32_ERROR / math.sqrt(64) * torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
 
 
+def run_module(*arguments: str) -> None:
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
 @dataclass
 class Run:
     """Runs jobs of `tests.vllm.worker`, each in a process of its own."""
@@ -57,10 +64,7 @@ class Run:
         job = {"model": str(model), "lora": lora, "scale": scale, "engine": engine or {}, "settings": settings}
         job_path, result_path = self.folder / "job.json", self.folder / "result.json"
         job_path.write_text(json.dumps(job))
-        command = [sys.executable, "-m", "tests.vllm.worker", str(job_path), str(result_path)]
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-        assert done.returncode == 0, done.stderr[-6000:]
+        run_module("tests.vllm.worker", str(job_path), str(result_path))
         return json.loads(result_path.read_text())
 
 
@@ -114,3 +118,20 @@ def test_adapters_reach_the_engine(run):
     result = run(lora=True, engine={"dtype": "float32"}, anchor="rollout", support_top_k=24)
     assert result["after"] <= within(FLOAT32_ERROR)
     assert min(result["before"], result["start"]) > 2 * FLOAT32_ERROR
+
+
+def generations(folder: Path, model: Path, backend: str) -> list[dict[str, Any]]:
+    command = ["troll.cli", "eval", str(model), "--task", "reasoning_gym:chain_sum", "--backend", backend]
+    command += ["--eval_size", "8", "--max_new_tokens", "6", "--dtype", "float32"]
+    run_module(*command, "--output_dir", str(folder / backend))
+    (path,) = (folder / backend / "generations").iterdir()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_engine_gives_the_completions_of_transformers(tmp_path):
+    """`troll eval`, greedy, in float32, where the likeliest tokens of a random model are far apart."""
+    model = tmp_path / "model"
+    tiny.make_model("llama", **SHAPE, max_position_embeddings=256).save_pretrained(model)
+    tiny.make_tokenizer().save_pretrained(model)
+    ours, theirs = (generations(tmp_path, model, backend) for backend in ("vllm", "transformers"))
+    assert len(ours) == 8 and ours == theirs
