@@ -25,7 +25,7 @@ def test_embedding_rows_are_those_of_the_embedding(name):
     """Within adapters, and whatever the configuration says."""
     model = make_model("gpt2") if name is None else make_model("llama")
     model.resize_token_embeddings(64)
-    if name is None:
+    if name != "prompt":  # PEFT itself reads the configuration there
         model.config.vocab_size = ROWS
     assert embedding_rows(model if name is None else adapted(model, ADAPTERS[name])) == 64
 

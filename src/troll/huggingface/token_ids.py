@@ -16,7 +16,9 @@ REMEDY = (
 def embedding_rows(model: Any) -> int:
     """How many token ids a model takes: the rows of its embedding, whole even where its weight is sharded."""
     embedding: Any = model.get_input_embeddings()
-    rows = getattr(getattr(embedding, "base_layer", embedding), "num_embeddings", None)
+    for wrapped in ("base_layer", "original_module"):  # PEFT's names for what LoRA, or trainable tokens, are put around
+        embedding = getattr(embedding, wrapped, embedding)
+    rows = getattr(embedding, "num_embeddings", None)
     return int(model.config.get_text_config().vocab_size if rows is None else rows)
 
 
