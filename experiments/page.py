@@ -1,7 +1,7 @@
 """`docs/results.md` and its figures, from the tables of runs and `template.md`.
 
 The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
-`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{data}}`,
+`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{signal}}`, `{{data}}`,
 `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and
 `{{kept NAME}}`, what its methods kept and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be
 there for each table that has any; `{{second TABLE}}`, the tuning of a regime of the second part; and within a sentence
@@ -99,7 +99,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         "fast": lambda: [tables.fast(sections)],
         "settings": lambda: [tables.settings(sections)],
         "moved": lambda: [tables.moved(sections)],
-        "tabular": lambda: [tables.tabular(_tabular(folder))],
+        "tabular": lambda: [tables.tabular(_measured(folder, "tabular-cpu").get("rows", []))],
+        "signal": lambda: [tables.signal(_measured(folder, "signal"))],
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
 
@@ -185,10 +186,10 @@ def _data(rows: Mapping[str, Sequence[Result]]) -> str:
     return tables.table(head, lines)
 
 
-def _tabular(folder: Path) -> list[dict[str, Any]]:
-    """What `python -m benchmarks tabular --output FOLDER` wrote; empty if it did not."""
-    path = folder / "tabular-cpu.json"
-    return read_json(path)["rows"] if path.is_file() else []
+def _measured(folder: Path, name: str) -> dict[str, Any]:
+    """What a command wrote as JSON next to the tables; empty if it did not."""
+    path = folder / f"{name}.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def _commands(folder: Path, rows: Mapping[str, Sequence[Result]]) -> list[str]:

@@ -244,6 +244,13 @@ def tabular(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def signal(found: Mapping[str, Sequence[float]]) -> str:
+    """Success with the pull on some tokens only, from what `python -m experiments.signal` found."""
+    seeds = max(map(len, found.values()), default=0)
+    head = ["the pull acts", *(f"seed {seed}" for seed in range(seeds)), "mean"]
+    return table(head, [[place, *map(percent, each), percent(fmean(each))] for place, each in found.items()])
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; a sentence if it has no rows."""
     if not rows:
