@@ -13,22 +13,21 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 import troll
 from troll.episodic import config, train
 from troll.episodic.report import METRICS, SUMMARY
 from troll.files import read_json, write_atomically
+from troll.runs.comparison_tables import markdown_table
 from troll.runs.plot import STYLE
 from troll.runs.recorded import read_metrics
 from troll.runs.result import commit_of
-from troll.runs.statistics import paired_difference, seed_mean
+from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULT, FIGURE = DOCS / "results" / "movements.jsonl", DOCS / "assets" / "movements.svg"
@@ -46,7 +45,7 @@ Row = Mapping[str, Any]
 
 
 def main() -> int:
-    """Makes the runs, and shows the comparison."""
+    """Makes the runs, draws the figure, and prints the table of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
     options, fields = parser.parse_known_args()
@@ -60,7 +59,7 @@ def main() -> int:
             if not make(rows, options.output_dir, method, rates[method], seed, fields):
                 return 1
     save(rows)
-    show(rows, Console())
+    print(outcome(rows))
     return 0
 
 
@@ -109,26 +108,29 @@ def best_rates(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def counted(rows: Sequence[Row], method: str) -> dict[int, Row]:
-    """The runs of a method that count, by their seeds."""
-    return {row["seed"]: row for row in rows if row["method"] == method and row["seed"] in SEEDS}
+    """The runs of a method that count, by their seeds, in order."""
+    runs = {row["seed"]: row for row in rows if row["method"] == method}
+    return {seed: runs[seed] for seed in SEEDS if seed in runs}
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    """The final success of each method, and its difference to TCE, with 95 % intervals."""
-    table = Table("method", "rate", "final success, %", "minus TCE, points", "minutes a run")
+def outcome(rows: Sequence[Row]) -> str:
+    """The final success of each method, and its difference to TCE, with 95 % intervals, as a table in Markdown."""
     final = {
         method: {seed: 100 * row["success"][-1] for seed, row in counted(rows, method).items()} for method in METHODS
     }
+    lines = []
     for method, rate in best_rates(rows).items():
         mean, less = seed_mean(list(final[method].values())), paired_difference(final[method], final["TCE"])
-        minutes = fmean(row["seconds"] for row in counted(rows, method).values()) / 60
-        shown = [] if less is None or method == "TCE" else [f"{less.mean:+.1f} {_interval(less.interval)}"]
-        table.add_row(method, rate, f"{mean.mean:.1f} {_interval(mean.interval)}", *(shown or [""]), f"{minutes:.1f}")
-    console.print(table)
+        assert less is not None
+        difference = "" if method == "TCE" else f"{less.mean:+.1f} {_interval(less)}".replace("-", "−")
+        minutes = [row["seconds"] / 60 for row in counted(rows, method).values()]
+        shown = f"{min(minutes):.1f} to {max(minutes):.1f}"
+        lines.append([method, rate, f"{mean.mean:.1f} {_interval(mean)}", difference, shown])
+    return markdown_table(["method", "rate", "final success, %", "minus TCE, points", "minutes a run"], lines)
 
 
-def _interval(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f"[{ends[0]:.1f}, {ends[1]:.1f}]"
+def _interval(estimate: SeedMean) -> str:
+    return "" if estimate.interval is None else "[{:.1f}, {:.1f}]".format(*estimate.interval)
 
 
 def save(rows: Sequence[Row]) -> None:
