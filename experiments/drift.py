@@ -19,13 +19,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib import style
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from experiments import figures
 from troll import recipes
 from troll.evaluation.generate import Sampling, TransformersGenerator, seed_of
 from troll.evaluation.model import find_model, load_model, load_tokenizer
@@ -34,7 +34,6 @@ from troll.files import read_json, write_atomically
 from troll.runs.build import model_path
 from troll.runs.compare import compare
 from troll.runs.grid import expand, parse_command
-from troll.runs.plot import STYLE
 from troll.runs.recorded import read_runs
 from troll.tasks import TaskConfig
 
@@ -61,7 +60,7 @@ def main() -> int:
             return code
         found[name] = [measure(run.folder, run.seed) for run in sorted(read_runs([folder]), key=lambda run: run.seed)]
     write_atomically(DOCS / "results" / "drift.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    save(found)
+    figures.save_svg(lambda: draw(found), DOCS / "assets" / "drift.svg")
     for name, runs in found.items():
         last = [run["kl"][-1] for run in runs]
         print(f"{name}: {fmean(last):.3f} nats a token at the end, {min(last):.3f} to {max(last):.3f}")
@@ -144,12 +143,6 @@ def log_probs(model: Any, rows: list[Tensor], labels: list[Tensor]) -> Tensor:
     logits = model(input_ids=ids, attention_mask=attention).logits
     found: Tensor = logits[:, :-1][counted[:, 1:]].double().log_softmax(-1)
     return found
-
-
-def save(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes the figure; its texts are text, and its names do not change from run to run."""
-    with style.context(["default", STYLE, {"svg.hashsalt": "drift"}]):
-        draw(found).savefig(DOCS / "assets" / "drift.svg", metadata={"Date": None})
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:

@@ -268,6 +268,19 @@ def shown(path: Path) -> Any:
     return json.loads(found.text)
 
 
+def save_svg(draw: Callable[[], Figure], path: Path) -> None:
+    """Draws and writes a figure of another page: its texts are text, and its names do not change from run to run.
+
+    Args:
+        draw: Draws the figure, within the style.
+        path: The file.
+    """
+    from matplotlib import style as matplotlib_style
+
+    with matplotlib_style.context(["default", STYLE, {"svg.hashsalt": path.stem}]):
+        draw().savefig(path, metadata={"Date": None})
+
+
 def style(name: str) -> dict[str, Any]:
     """Of a figure: everything that a reader's own matplotlibrc could change is set back before by "default"."""
     return {**_STYLE, "svg.hashsalt": name}

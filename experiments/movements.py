@@ -15,19 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import style
 from matplotlib.figure import Figure
 from rich.console import Console
 
 import troll
+from experiments import figures, tables
 from troll.episodic import config, train
 from troll.episodic.report import METRICS, SUMMARY
 from troll.files import read_json, write_atomically
 from troll.runs.comparison_tables import markdown_table
-from troll.runs.plot import STYLE
 from troll.runs.recorded import read_metrics
 from troll.runs.result import commit_of
-from troll.runs.statistics import SeedMean, paired_difference, seed_mean
+from troll.runs.statistics import paired_difference, seed_mean
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULT, FIGURE = DOCS / "results" / "movements.jsonl", DOCS / "assets" / "movements.svg"
@@ -58,7 +57,7 @@ def main() -> int:
         for method in METHODS:
             if not make(rows, options.output_dir, method, rates[method], seed, fields):
                 return 1
-    save(rows)
+    figures.save_svg(lambda: draw(rows), FIGURE)
     print(outcome(rows))
     return 0
 
@@ -115,28 +114,16 @@ def counted(rows: Sequence[Row], method: str) -> dict[int, Row]:
 
 def outcome(rows: Sequence[Row]) -> str:
     """The final success of each method, and its difference to TCE, with 95 % intervals, as a table in Markdown."""
-    final = {
-        method: {seed: 100 * row["success"][-1] for seed, row in counted(rows, method).items()} for method in METHODS
-    }
+    final = {method: {seed: row["success"][-1] for seed, row in counted(rows, method).items()} for method in METHODS}
     lines = []
     for method, rate in best_rates(rows).items():
         mean, less = seed_mean(list(final[method].values())), paired_difference(final[method], final["TCE"])
         assert less is not None
-        difference = "" if method == "TCE" else f"{less.mean:+.1f} {_interval(less)}".replace("-", "−")
+        difference = "" if method == "TCE" else f"{tables.points(less.mean)} {tables.interval(less.interval)}"
         minutes = [row["seconds"] / 60 for row in counted(rows, method).values()]
         shown = f"{min(minutes):.1f} to {max(minutes):.1f}"
-        lines.append([method, rate, f"{mean.mean:.1f} {_interval(mean)}", difference, shown])
+        lines.append([method, rate, tables.success(mean), difference, shown])
     return markdown_table(["method", "rate", "final success, %", "minus TCE, points", "minutes a run"], lines)
-
-
-def _interval(estimate: SeedMean) -> str:
-    return "" if estimate.interval is None else "[{:.1f}, {:.1f}]".format(*estimate.interval)
-
-
-def save(rows: Sequence[Row]) -> None:
-    """Writes the figure; its texts are text, and its names do not change from run to run."""
-    with style.context(["default", STYLE, {"svg.hashsalt": "movements"}]):
-        draw(rows).savefig(FIGURE, metadata={"Date": None})
 
 
 def draw(rows: Sequence[Row]) -> Figure:
