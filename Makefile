@@ -141,7 +141,7 @@ dist: setup
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 
-# docs/results.md and its figures, from the runs in docs/results/*.csv.
+# The pages of results and their figures, from the runs in docs/results/*.csv.
 results: setup
 	$(BIN)/python -m experiments page
 

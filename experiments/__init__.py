@@ -1,1 +1,1 @@
-"""The results of the study: from run folders to tables in `docs/results/`, and from these to `docs/results.md`."""
+"""The results of the study: from run folders to tables in `docs/results/`, and from these to the pages of results."""

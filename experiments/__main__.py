@@ -53,8 +53,8 @@ def main() -> int:
     )
     collecting.add_argument("--output", type=Path, required=True, metavar="CSV", help="docs/results/NAME.csv")
     collecting.add_argument("--exploratory", action="store_true", help="runs that are not the protocol's")
-    page = commands.add_parser("page", help="write docs/results.md and its figures from docs/results/*.csv")
-    page.add_argument("--output", type=Path, default=DOCS, help="folder of the page (default: docs)")
+    page = commands.add_parser("page", help="write the pages of results and their figures from docs/results/*.csv")
+    page.add_argument("--output", type=Path, default=DOCS, help="folder of the pages (default: docs)")
     tuning = commands.add_parser(
         "tune",
         help="choose settings for each method on seeds of their own, then compare the methods",
@@ -109,9 +109,9 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
 
             print(write_contest(arguments.folders, arguments.output))
         else:
-            from experiments.page import write_page
+            from experiments.page import write_pages
 
-            print(write_page(DOCS / "results", arguments.output))
+            print(*write_pages(DOCS / "results", arguments.output), sep="\n")
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
     return 0

@@ -1,12 +1,12 @@
-"""`docs/results.md` and its figures, from the tables of runs and `template.md`.
+"""The pages of results and their figures, from the tables of runs and the templates in `pages/`.
 
-The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
-`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{signal}}`, `{{data}}`,
-`{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and
-`{{kept NAME}}`, what its methods kept and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be
-there for each table that has any; `{{second TABLE}}`, the tuning of a regime of the second part; and within a sentence
-`{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
-rates or, with ` @ RATE`, at one.
+A template is a page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`, `{{contrasts}}`,
+`{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{signal}}`, `{{data}}`;
+`{{figure robustness}}`, `{{figure contrasts}}`, and `{{figure TABLE}}`, that of a table's exploratory runs;
+`{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept and learned;
+`{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any;
+`{{second TABLE}}`, the tuning of a regime of the second part; and within a sentence `{{REGIME METHOD}}`, a success, or
+`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at one.
 """
 
 from __future__ import annotations
@@ -25,45 +25,52 @@ from experiments.table import Result, read_csv
 from troll.files import read_json, write_atomically
 from troll.runs.statistics import paired_difference, seed_mean
 
-TEMPLATE = Path(__file__).with_name("template.md")
+#: The templates: a page of `docs/` each, by the same name.
+TEMPLATES = Path(__file__).with_name("pages")
 _PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}")
 
 
 @dataclass(frozen=True)
-class Page:
-    """The page, not written yet.
+class Pages:
+    """The pages, not written yet.
 
     Attributes:
-        text: The text in Markdown.
+        texts: The Markdown of each page, by its name.
         figures: The figures by name.
     """
 
-    text: str
+    texts: dict[str, str] = field(default_factory=dict)
     figures: dict[str, figures.Drawing] = field(default_factory=dict)
 
 
-def write_page(folder: Path, output: Path) -> Path:
-    """Writes `results.md` and the figures in `results/`.
+def write_pages(folder: Path, output: Path) -> list[Path]:
+    """Writes the pages, and the figures in `results/`.
 
     Args:
         folder: The folder of the tables.
-        output: The folder of the page; its figures go into a folder there.
+        output: The folder of the pages; their figures go into a folder there.
 
     Returns:
-        The page's path.
+        The paths of the pages.
 
     Raises:
-        ValueError: A table or the template cannot be used.
+        ValueError: A table or a template cannot be used.
     """
     from matplotlib import style as matplotlib_style
 
-    page = build(read_tables(folder), folder, TEMPLATE.read_text(encoding="utf-8"))
+    pages = build(read_tables(folder), folder, read_templates())
     (output / "results").mkdir(parents=True, exist_ok=True)
-    for name, drawing in page.figures.items():
+    for name, drawing in pages.figures.items():
         with matplotlib_style.context(["default", figures.style(name)]):
             figures.save(drawing.draw(drawing.data), drawing.data, output / "results" / name)
-    write_atomically(output / "results.md", page.text)
-    return output / "results.md"
+    for name, text in pages.texts.items():
+        write_atomically(output / f"{name}.md", text)
+    return [output / f"{name}.md" for name in pages.texts]
+
+
+def read_templates() -> dict[str, str]:
+    """The templates by the names of their pages."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.md"))}
 
 
 def read_tables(folder: Path) -> dict[str, list[Result]]:
@@ -71,13 +78,13 @@ def read_tables(folder: Path) -> dict[str, list[Result]]:
     return {path.stem: read_csv(path) for path in sorted(folder.glob("*.csv"))}
 
 
-def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> Page:
-    """Fills in the template.
+def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping[str, str]) -> Pages:
+    """Fills in the templates.
 
     Args:
         rows: The rows of each table, by its name.
         folder: The folder of the tables, for the lists of questions.
-        template: The page with placeholders, as the module's docstring describes them.
+        templates: Pages with placeholders, as the module's docstring describes them, by name.
 
     Raises:
         ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
@@ -85,12 +92,12 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     first = {name: results for name, results in rows.items() if name not in second.REGIMES}
     primary = primary_sections(first, folder)
     explored = exploratory_sections(first)
-    asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
+    asked = {key.strip() for template in templates.values() for key in _PLACEHOLDER.findall(template)}
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
         raise ValueError(
-            f"the template shows no exploratory runs of {', '.join(hidden)}: add {{{{exploratory {hidden[0]}}}}} to it"
+            f"no template shows the exploratory runs of {', '.join(hidden)}: add {{{{exploratory {hidden[0]}}}}} to one"
         )
-    page = Page("")
+    pages = Pages()
     sections = [section for section in primary.values() if section.methods]
     blocks: dict[str, Callable[[], list[str]]] = {
         "hypotheses": lambda: [tables.hypotheses(primary)],
@@ -108,42 +115,45 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         key = found[1].strip()
         kind, _, name = key.partition(" ")
         if kind == "exploratory" and name:
-            parts = _explored(name, explored[name], page) if name in explored else ["Nothing to show yet."]
+            parts = _explored(name, explored[name], pages) if name in explored else ["Nothing to show yet."]
             return _block(key, parts)
         if kind == "regime" and name in REGIMES:
-            return _block(key, _regime(primary[name], page))
+            return _block(key, _regime(primary[name], pages))
         if kind == "second" and name in second.REGIMES:
             return _block(key, [tables.second_tuning(name, rows.get(name, ()))])
         if kind == "kept" and name in REGIMES:
             return _block(key, [tables.kept(primary[name])])
         if key == "figure robustness":
-            return _block(key, [_figure("robustness", figures.rates(sections), page)])
+            return _block(key, [_figure("robustness", figures.rates(sections), pages)])
         if key == "figure contrasts":
-            return _block(key, [_figure("contrasts", figures.contrasts(sections), page)])
+            return _block(key, [_figure("contrasts", figures.contrasts(sections), pages)])
+        if kind == "figure" and name:
+            return _block(key, [_figure(name, figures.seeds(explored.get(name, [])), pages)])
         if key in blocks:
             return _block(key, blocks[key]())
         if kind in REGIMES:
             return _number(primary[kind], name)
         raise ValueError(f"the template asks for {{{{{key}}}}}, which is unknown: experiments/page.py has the list")
 
-    return Page(_PLACEHOLDER.sub(fill, template), page.figures)
+    pages.texts.update({name: _PLACEHOLDER.sub(fill, template) for name, template in templates.items()})
+    return pages
 
 
 def _block(key: str, parts: Sequence[str]) -> str:
     return "\n\n".join([f"<!-- from the tables: {key} -->", *parts, "<!-- end -->"])
 
 
-def _regime(section: Section, page: Page) -> list[str]:
+def _regime(section: Section, pages: Pages) -> list[str]:
     if not section.methods:
         parts = ["*No counted runs yet.*"]
     else:
-        parts = [f"*{tables.status(section)}*", _figure(section.regime, figures.rates([section]), page)]
+        parts = [f"*{tables.status(section)}*", _figure(section.regime, figures.rates([section]), pages)]
         parts += [tables.by_rate(section), tables.secondary(section)]
     return parts + ([tables.tuning(section)] if section.tuning else [])
 
 
-def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
-    parts = [_figure(table, figures.seeds(sections), page)]
+def _explored(table: str, sections: Sequence[Section], pages: Pages) -> list[str]:
+    parts = [_figure(table, figures.seeds(sections), pages)]
     for section in sections:
         size = sum(run.phase == "exploratory" for run in section.every_run)
         counted = ", with the counted runs of these rates and seeds" if size < section.size else ""
@@ -151,11 +161,11 @@ def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
     return parts
 
 
-def _figure(name: str, drawing: figures.Drawing, page: Page) -> str:
+def _figure(name: str, drawing: figures.Drawing, pages: Pages) -> str:
     """Notes a figure, and refers to it."""
     if not drawing.data:
         return "Nothing to show yet."
-    page.figures[name] = drawing
+    pages.figures[name] = drawing
     return f"![{drawing.caption}; the numbers are in the tables](results/{name}.svg)"
 
 

@@ -1,4 +1,4 @@
-"""The proximal pull on groups without signal only, and on the others only: an exploration of docs/results.md.
+"""The proximal pull on groups without signal only, and on the others only: of docs/exploration.md.
 
     python -m experiments.signal --output_dir runs/signal [--seeds 4]
 

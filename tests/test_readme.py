@@ -54,10 +54,10 @@ def test_what_it_says_of_the_study_is_so() -> None:
         lead.append(round(100 * (success["TROLL"][fast] - success["clip"][fast])))
         assert success["KL penalty"][fast] > success["TROLL"][fast] + 0.05, "ahead where TROLL beats the clip"
 
-    table = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    regimes, exploration = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("regimes", "exploration"))
 
     def difference(regime: str, rival: str) -> tuple[float, str]:
-        (row,) = re.findall(rf"^\| \({regime}\) \| {rival} \|(.*)\|$", table, re.M)
+        (row,) = re.findall(rf"^\| \({regime}\) \| {rival} \|(.*)\|$", regimes, re.M)
         points, *_, seeds, verdict = (cell.strip() for cell in row.split("|"))
         assert seeds == "20"
         return float(points.replace("−", "-")), verdict
@@ -66,7 +66,7 @@ def test_what_it_says_of_the_study_is_so() -> None:
     assert [verdict for _, verdict in equal] == 3 * ["equivalent within 5 points"]
     found = [difference("b", rival) for rival in ("clip", "KL penalty")]
     assert [(round(points), verdict) for points, verdict in found] == [(7, "better"), (-7, "worse")]
-    (minus_troll,) = re.findall(r"^\| clip epsilon=0\.2 \| \S+ ± \S+ \(20\) \| (\S+) ", table, re.M)
+    (minus_troll,) = re.findall(r"^\| clip epsilon=0\.2 \| \S+ ± \S+ \(20\) \| (\S+) ", exploration, re.M)
     lead += [round(points) for points, _ in found[:1]] + [-round(float(minus_troll.replace("−", "-")))]
     assert f"{min(lead)} to {max(lead)} points ahead of the clip" in " ".join(README.split())
 

@@ -83,9 +83,10 @@ def write(folder: Path, name: str, rows: list[Result]) -> None:
 # What is committed.
 
 
-def test_the_page_says_what_the_tables_say() -> None:
-    built = page.build(page.read_tables(DOCS / "results"), DOCS / "results", page.TEMPLATE.read_text(encoding="utf-8"))
-    assert (DOCS / "results.md").read_text(encoding="utf-8") == built.text, "run: make results"
+def test_the_pages_say_what_the_tables_say() -> None:
+    built = page.build(page.read_tables(DOCS / "results"), DOCS / "results", page.read_templates())
+    for name, text in built.texts.items():
+        assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == text, "run: make results"
     for name, drawing in built.figures.items():
         assert figures.shown(DOCS / "results" / f"{name}.svg") == drawing.data, f"run: make results ({name})"
         assert (DOCS / "results" / f"{name}.png").is_file(), "run: make results"
@@ -94,9 +95,10 @@ def test_the_page_says_what_the_tables_say() -> None:
 
 def test_numbers_in_sentences_stand_in_the_tables() -> None:
     """Sentences are written by hand: one whose number is in no table any more was forgotten."""
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"<!-- from the tables.*?<!-- end -->", text, re.S)
-    prose = re.sub(r"\{\{.*?\}\}|`[^`]*`", "", page.TEMPLATE.read_text(encoding="utf-8"))
+    templates = page.read_templates()
+    pages = "".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in templates)
+    blocks = re.findall(r"<!-- from the tables.*?<!-- end -->", pages, re.S)
+    prose = re.sub(r"\{\{.*?\}\}|`[^`]*`", "", "".join(templates.values()))
     decimals = r"(?<![\w.])\d+\.\d+"
     found = set(re.findall(decimals, prose))
     assert len(found) > 30
@@ -592,24 +594,30 @@ Prose {{sparse-signal troll - clip}} and {{sparse-signal troll}}.
 """
 
 
+def fill(rows: dict[str, list[Result]], folder: Path, template: str) -> tuple[str, dict[str, figures.Drawing]]:
+    """One page's text, and its figures."""
+    pages = page.build(rows, folder, {"page": template})
+    return pages.texts["page"], pages.figures
+
+
 def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
     rows = study(tmp_path)
     tuned = [replace(rows[0], seed=100 + i, phase="tuning", settings=(("kl_bound", str(i)),)) for i in (1, 2)]
     write(tmp_path, "primary", [*rows, replace(tuned[0], success_after=0.9), tuned[1]])
     (tmp_path / "primary.txt").write_text("troll compare sparse-signal --seeds 4\n")
-    built = page.build(page.read_tables(tmp_path), tmp_path, TEMPLATE)
+    text, drawings = fill(page.read_tables(tmp_path), tmp_path, TEMPLATE)
     (contrast,) = analysis.primary_sections({"one": rows}, tmp_path)[REGIME].contrasts
     difference = f"{tables.points(contrast.estimate.mean)} points {tables.interval(contrast.estimate.interval)}"
-    assert built.text.startswith(f"Prose {difference} (interim) and ")
-    assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods. The bounds" in built.text
-    assert "*No counted runs yet.*" in built.text
-    assert "| TROLL kl_bound=1 | 90.0 (1) | – | 90.0 |  |" in built.text
-    assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
-    assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
-    assert set(built.figures) == {"contrasts", "robustness", REGIME}
-    cells = [line for line in built.text.splitlines() if line.startswith("| (a) (interim) | 3e-4")]
+    assert text.startswith(f"Prose {difference} (interim) and ")
+    assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods. The bounds" in text
+    assert "*No counted runs yet.*" in text
+    assert "| TROLL kl_bound=1 | 90.0 (1) | – | 90.0 |  |" in text
+    assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in text
+    assert "```\ntroll compare sparse-signal --seeds 4\n```" in text
+    assert set(drawings) == {"contrasts", "robustness", REGIME}
+    cells = [line for line in text.splitlines() if line.startswith("| (a) (interim) | 3e-4")]
     assert len(cells) == 1 and cells[0].count("(4)") == 1 and cells[0].endswith("] | – | – |")
-    assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 7
+    assert text.count("<!-- from the tables: ") == text.count("<!-- end -->") == 7
 
 
 def whole_regime(best_of_clip: float) -> list[Result]:
@@ -627,15 +635,15 @@ REGIME_TEMPLATE = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll 
 
 def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -> None:
     rows = whole_regime(best_of_clip=1e-4)
-    text = page.build({"one": rows}, tmp_path, REGIME_TEMPLATE).text
+    text = fill({"one": rows}, tmp_path, REGIME_TEMPLATE)[0]
     assert "*All 400 counted runs. The bounds of TROLL, KL penalty, pull only, clip were not chosen by" in text
     assert "interim" not in text
     # The clip is best at the end of the rates.
-    text = page.build({"one": whole_regime(best_of_clip=1e-3)}, tmp_path, REGIME_TEMPLATE).text
+    text = fill({"one": whole_regime(best_of_clip=1e-3)}, tmp_path, REGIME_TEMPLATE)[0]
     assert "*Interim: 400 of 500 counted runs; 20 of 20 seeds" in text and "so 3e-3 was added for all.*" in text
     assert "equivalent" not in text and "| interim |" in text and text.endswith("points [+0.0, +0.0] (interim).")
     with pytest.raises(ValueError, match="sparse-signal: counted runs at 1e-5, which the protocol adds only when"):
-        page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, REGIME_TEMPLATE)
+        fill({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, REGIME_TEMPLATE)
 
 
 def changed(rows: list[Result], surrogate: str, rate: float, success: float) -> list[Result]:
@@ -669,7 +677,7 @@ def test_the_fourth_hypothesis_compares_two_regimes(tmp_path: Path, resampled: f
     others = [replace(row, regime="sparse-signal-resampled") for row in changed(rows, "clip", 3e-4, resampled)]
     sections = analysis.primary_sections({"one": rows, "two": others}, tmp_path)
     assert analysis.lead_shrinks(sections) is answer
-    text = page.build({"one": rows, "two": others}, tmp_path, "{{hypotheses}}").text
+    text = fill({"one": rows, "two": others}, tmp_path, "{{hypotheses}}")[0]
     assert "| 1. Tuned, TROLL and the clip are equal | holds | – | holds |" in text
     assert text.splitlines()[-3].endswith(f"| – | – | {'holds' if answer else 'not confirmed'} |")
     assert analysis.lead_shrinks(analysis.primary_sections({"one": rows}, tmp_path)) is None
@@ -683,13 +691,13 @@ def test_what_never_succeeded_has_no_range_of_rates(tmp_path: Path) -> None:
 
 def test_exploration_without_troll_has_nothing_to_subtract(tmp_path: Path) -> None:
     rivals = [row for row in study(tmp_path, phase="exploratory") if row.surrogate != "troll"]
-    assert "|  | 1e-4 | 3e-4 |\n" in page.build({"rivals": rivals}, tmp_path, "{{exploratory rivals}}").text
+    assert "|  | 1e-4 | 3e-4 |\n" in fill({"rivals": rivals}, tmp_path, "{{exploratory rivals}}")[0]
 
 
 def test_page_without_any_run(tmp_path: Path) -> None:
-    built = page.build({}, tmp_path, TEMPLATE + "{{changes}} {{tabular}} {{sparse-signal troll - clip @ 3e-4}}")
-    assert built.text.count("Nothing to show yet.") == 7 and built.text.endswith(" (no runs yet)")
-    assert built.figures == {} and built.text.startswith("Prose (no runs yet) and (no runs yet).")
+    text, drawings = fill({}, tmp_path, TEMPLATE + "{{changes}} {{tabular}} {{sparse-signal troll - clip @ 3e-4}}")
+    assert text.count("Nothing to show yet.") == 7 and text.endswith(" (no runs yet)")
+    assert drawings == {} and text.startswith("Prose (no runs yet) and (no runs yet).")
 
 
 @pytest.mark.parametrize(
@@ -702,12 +710,12 @@ def test_page_without_any_run(tmp_path: Path) -> None:
 )
 def test_a_mistake_in_the_template_is_named(tmp_path: Path, placeholder: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("{", r"\{")):
-        page.build({}, tmp_path, f"{{{{{placeholder}}}}}")
+        fill({}, tmp_path, f"{{{{{placeholder}}}}}")
 
 
 def test_exploration_that_the_template_does_not_show_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no exploratory runs of rivals: add \{\{exploratory rivals\}\}"):
-        page.build({"rivals": study(tmp_path, phase="exploratory")}, tmp_path, "Prose.")
+    with pytest.raises(ValueError, match=r"no template shows the exploratory runs of rivals: add"):
+        fill({"rivals": study(tmp_path, phase="exploratory")}, tmp_path, "Prose.")
 
 
 # Figures.
@@ -717,11 +725,11 @@ def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
     write(tmp_path, "primary", study(tmp_path))
     written = []
     for place in ("one", "two"):
-        page.write_page(tmp_path, tmp_path / place)
+        page.write_pages(tmp_path, tmp_path / place)
         files = sorted((tmp_path / place).rglob("*.*"))
         written.append({path.name: path.read_bytes() for path in files})
     assert written[0] == written[1]
-    assert set(written[0]) == {"results.md"} | {
+    assert set(written[0]) == {f"{name}.md" for name in page.read_templates()} | {
         f"{name}.{kind}" for name in ("contrasts", "robustness", REGIME) for kind in ("svg", "png")
     }
 
