@@ -75,9 +75,12 @@ demo-smollm2: smollm2
 verl-demo: verl-setup
 	$(VERL_BIN)/python examples/verl/cpu/demo.py --output_dir $(VERL_DEMO_OUTPUT)
 
-# Two workers of one thread each: small tensors gain nothing from more.
-test: test-trl test-verl
+# One after the other, also under `make -j`: limits of time in tests count on the cores.
+test: setup verl-setup
+	@$(MAKE) --no-print-directory test-trl
+	@$(MAKE) --no-print-directory test-verl
 
+# Two workers of one thread each: small tensors gain nothing from more.
 test-trl: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
