@@ -31,7 +31,8 @@ class Engine:
         unknown: Every so many tokens, the log-probs are None; 0 never.
         temperature: Of the sampling.
         max_tokens: Of a completion.
-        top_k: How many tokens it can sample, the likeliest ones; 0 for all. The others' log-probs are −inf, as vLLM's.
+        top_k: How many tokens it can sample, the likeliest ones; 0 for all.
+        impossible: The log-prob of the others: −inf, as of a vLLM in this process, or −9999, as a server writes it.
     """
 
     rounded: bool = False
@@ -40,6 +41,7 @@ class Engine:
     temperature: float = 1.0
     max_tokens: int = 8
     top_k: int = 0
+    impossible: float = -math.inf
     model: Any = None
     tokens: int = 0
     weights: deque[dict[str, torch.Tensor]] = field(default_factory=deque)
@@ -78,7 +80,9 @@ class Engine:
             is_unknown = self.unknown and self.tokens % self.unknown == 0
             completion.append(sampled)
             token_ids.append(ids)
-            log_probs.append([None if is_unknown else distribution[token].item() for token in ids])
+            log_probs.append(
+                [None if is_unknown else max(distribution[token].item(), self.impossible) for token in ids]
+            )
         return completion, log_probs, token_ids
 
 

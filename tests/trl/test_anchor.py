@@ -89,7 +89,9 @@ def test_the_sampled_tokens_log_prob_is_found_by_its_id():
     assert reports.add([[5]], [[[-1.0]]], [[[5]]]) == [[1]]
 
 
-@pytest.mark.parametrize("entries", [[None, None], [-0.5, None], [-0.5, math.nan], [-math.inf, 0.0], [], None])
+@pytest.mark.parametrize(
+    "entries", [[None, None], [-0.5, None], [-0.5, math.nan], [-math.inf, 0.0], [-9999.0, 0.0], [], None]
+)
 def test_a_token_that_the_engine_does_not_know_has_no_row(entries):
     reports = EngineTopLogprobs()
     assert reports.add([[5, 4, 6]], [[[-0.5, -1.0], entries, [-2.0]]], [[[8, 5], [4, 9], [6]]]) == [[1, 0, 2]]

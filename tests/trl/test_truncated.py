@@ -190,13 +190,13 @@ def test_training_logs_the_kept_mass_and_no_added_tokens(make):
     assert "trust_region/kept_mass" not in make(max_steps=1).train().metrics
 
 
-@pytest.mark.parametrize("top_k", [3, 8])
-def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k):
+@pytest.mark.parametrize(("top_k", "impossible"), [(3, -math.inf), (3, -9999.0), (8, -math.inf)])
+def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k, impossible):
     # Without the pull: an engine does not say what mass its kept tokens had.
     settings: dict[str, Any] = {"top_k": top_k, "support_top_k": 8, "kl_bound": 0.02, "regression_weight": 0.0}
     logs = train_around_both(
         lambda anchor: make(
-            rollout_func=RolloutFunc(Engine(top_k=top_k)),
+            rollout_func=RolloutFunc(Engine(top_k=top_k, impossible=impossible)),
             anchor=anchor,
             vllm_importance_sampling_correction=False,
             **settings,

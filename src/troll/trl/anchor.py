@@ -42,6 +42,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 #: The log-prob of a token without a report: it is masked, so any finite number serves.
 PLACEHOLDER = math.log(0.5)
 
+#: What vLLM's server writes for minus infinity, which JSON lacks.
+IMPOSSIBLE = -9999.0
+
 #: The largest row number: TRL may keep them in float32, which holds integers exactly up to here.
 MOST_ROWS = 2**24
 
@@ -91,6 +94,7 @@ class EngineTopLogprobs:
         used = np.arange(max([1, *counts.tolist()])) < counts[:, None]
         log_probs = np.full(used.shape, -np.inf, np.float32)
         log_probs[used] = np.array(list(chain.from_iterable(entries)), np.float32)  # None becomes NaN
+        log_probs[log_probs <= IMPOSSIBLE] = -np.inf
         known = (counts > 0) & ~np.isnan(log_probs).any(-1)
         token_ids = np.full(used.shape, -1, np.int32)
         fits = np.fromiter(map(len, ids), np.int64, len(ids)) == counts
