@@ -1,0 +1,57 @@
+"""The reader of vLLM's log-probabilities in TRL's lists, on what a real vLLM reported of a tiny model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm.recorded import MASS_THRESHOLD, PROMPTS, TOP_K, VOCAB_SIZE, Record, check_policy, records
+from troll.trl.anchor import EngineTopLogprobs, report_top_log_probs
+
+RECORDS = records()
+
+
+class Recorded:
+    """In the place of TRL's `VLLMGeneration`, with its `generate`."""
+
+    def __init__(self, record: Record, source: str) -> None:
+        self._completions = getattr(record, source)
+
+    def generate(self, prompts: Any, images: Any, num_generations: int) -> tuple[Any, ...]:
+        return prompts, *(list(part) for part in zip(*self._completions, strict=True))
+
+
+def test_records_show_what_readers_have_to_cope_with() -> None:
+    for record in RECORDS:
+        for source, impossible in (("colocated", -math.inf), ("server", -9999.0)):
+            completions = getattr(record, source)
+            entries = [x for completion in completions for each in completion.log_probs for x in each]
+            numbers = [len(each) for completion in completions for each in completion.log_probs]
+            assert (impossible in entries) == (record.sampling != "whole")
+            assert record.sampling != "whole" or set(numbers) == {TOP_K, TOP_K + 1}, "one is none of the likeliest"
+    assert len({len(completion.ids) for completion in RECORDS[0].colocated}) > 1, "one stops early"
+
+
+@pytest.mark.parametrize("source", ["colocated", "server"])
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.sampling)
+def test_the_policies_are_those_that_sampled_the_tokens(record: Record, source: str) -> None:
+    vllm: Any = Recorded(record, source)
+    reports = EngineTopLogprobs()
+    report_top_log_probs(vllm, TOP_K, reports)
+    _, completion_ids, rows, token_ids = vllm.generate(PROMPTS, None, 1)
+    assert token_ids == [[[token] for token in ids] for ids in completion_ids]
+    for prompt, ids, completion in zip(PROMPTS, completion_ids, rows, strict=True):
+        tokens = torch.tensor([ids])
+        (packed,) = reports.policies(
+            torch.tensor([[row for (row,) in completion]]),
+            tokens,
+            torch.ones_like(tokens),
+            vocab_size=VOCAB_SIZE,
+            top_k=TOP_K,
+            mass_threshold=MASS_THRESHOLD,
+            truncated=record.sampling != "whole",
+        )
+        check_policy(packed.unpack(), record, prompt, ids)
