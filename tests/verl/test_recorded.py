@@ -43,6 +43,6 @@ def test_the_record_is_the_policy_that_sampled_the_tokens(record: Record, number
     assert asyncio.run(run())[-1].outputs[0].token_ids == ids
     reported = engine.taken("a")
     assert reported is not None and reported[0][:, 0].tolist() == ids
-    settings = {"vocab_size": VOCAB_SIZE, "top_k": TOP_K, "mass_threshold": MASS_THRESHOLD}
+    settings: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "top_k": TOP_K, "mass_threshold": MASS_THRESHOLD}
     made = old_policy_record(*reported, **settings, truncated=record.sampling != "whole")
     check_policy(from_records([made]).unpack(), record, PROMPTS[number], ids)

@@ -23,12 +23,13 @@ from tests.trl import tiny
 from tests.vllm.recorded import LENGTH, PROMPTS, RECORDS, SAMPLINGS, TOP_K, tiny_model
 from tests.vllm.server import serving
 
-Completions = list[tuple[list[int], list[list[float | None]], list[list[int]]]]
+Completions = list[tuple[Any, ...]]
 
 
 def in_process(llm: Any, sampling: dict[str, Any], seed: int) -> tuple[Completions, list[Any]]:
     """Completions in TRL's format, and the arrays of each in vLLM's messages."""
-    processor, arrays = llm.llm_engine.output_processor, {}
+    processor = llm.llm_engine.output_processor
+    arrays: dict[str, tuple[list[Any], list[Any]]] = {}
     process = type(processor).process_outputs
 
     def keep(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,8 +49,8 @@ def in_process(llm: Any, sampling: dict[str, Any], seed: int) -> tuple[Completio
 
 
 def by_server(client: VLLMClient, sampling: dict[str, Any], seed: int) -> Completions:
-    options = {"max_tokens": LENGTH, "logprobs": TOP_K, "generation_kwargs": {"seed": seed}}
-    output = client.generate(PROMPTS, **options, **sampling)
+    options: dict[str, Any] = {"max_tokens": LENGTH, "logprobs": TOP_K, "generation_kwargs": {"seed": seed}}
+    output: dict[str, Any] = client.generate(PROMPTS, **options, **sampling)
     return list(zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True))
 
 
@@ -74,7 +75,7 @@ def main() -> None:
         tiny.make_tokenizer().save_pretrained(model)
         options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 32}
         llm = LLM(str(model), logprobs_mode="processed_logprobs", max_logprobs=TOP_K, **options)
-        entries = []
+        entries: list[dict[str, Any]] = []
         for name, sampling in SAMPLINGS.items():
             attempts = (in_process(llm, sampling, seed) for seed in itertools.count())
             colocated, arrays = next(found for found in attempts if shows_enough(name, found[0]))

@@ -92,14 +92,14 @@ class Record:
 
 
 def records() -> list[Record]:
-    entries = json.loads(RECORDS.read_text())["records"]
     return [
         Record(
-            entry["sampling"],
-            *([Completion(*completion) for completion in entry[name]] for name in ("colocated", "server")),
-            [(np.array(ids, np.int32), np.array(values, np.float32)) for ids, values in entry["arrays"]],
+            sampling=entry["sampling"],
+            colocated=[Completion(*completion) for completion in entry["colocated"]],
+            server=[Completion(*completion) for completion in entry["server"]],
+            arrays=[(np.array(ids, np.int32), np.array(values, np.float32)) for ids, values in entry["arrays"]],
         )
-        for entry in entries
+        for entry in json.loads(RECORDS.read_text())["records"]
     ]
 
 

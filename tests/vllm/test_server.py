@@ -67,7 +67,7 @@ def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Make
             monkeypatch.setattr(FileClient, "folder", tmp_path, raising=False)
         network = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32)
         maker = tiny.Maker(lambda _: own, tmp_path)
-        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
         return maker(model=network, **options | {"anchor": "rollout", "support_top_k": CAP} | settings)
 
     return build
