@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,42 @@ def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path
         assert 0 < metrics["actor/trust_region/kl_before_mean"] < 1
         assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * (1 + within(1e-3))
         assert metrics["actor/trust_region/old_policy_bytes"] > 16
+
+
+#: vLLM's build for CPUs next to verl: docs/verl.md.
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.enforce_eager=true",
+    "actor_rollout_ref.rollout.free_cache_engine=false",
+    "+actor_rollout_ref.rollout.enable_sleep_mode=false",
+)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM next to verl")
+@pytest.mark.parametrize("top_k", [-1, 5], ids=["whole", "truncated"])
+def test_a_real_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp_path: Path, top_k: int) -> None:
+    """With one update a rollout, at which the network still is what sampled the tokens."""
+    run = Run("troll", tmp_path, 3)
+    code, output = main_ppo(
+        run,
+        data,
+        *VLLM,
+        f"{TROLL}.anchor=rollout",
+        "algorithm.rollout_correction.bypass_mode=true",
+        f"actor_rollout_ref.rollout.top_k={top_k}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.n_gpus_per_node=1",
+    )
+    assert code == 0, output[-9000:]
+    steps = run.metrics()
+    assert set(steps) == {1, 2, 3}
+    for metrics in steps.values():
+        assert metrics["actor/trust_region/kl_before_max"] <= within(1e-6)
+        assert metrics["actor/trust_region/unreported_fraction"] == 0
+        assert metrics["actor/trust_region/support_size"] == (5 if top_k == 5 else 64)
+        assert metrics["actor/grad_norm"] > 0
+    assert len({metrics["actor/pg_loss"] for metrics in steps.values()}) == 3
 
 
 def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@
 
 Ray's workers inherit it. What is registered: the platform `cpu`, with gloo between processes; verl's own FSDP engines
 for that platform (`strategy: fsdp2`); and the rollout `transformers`. `toy.yaml` in the folder above has settings
-that go with it.
+that go with it. Where vLLM's build for CPUs is installed too, the rollout `vllm` works (docs/verl.md has its settings).
 
 All but the platform waits for the module of verl that it changes: of a dozen processes, most need neither an engine nor
 a rollout, and imports are most of what a start takes.
@@ -21,7 +21,8 @@ from typing import Any
 
 from wrapt import when_imported
 
-import verl_cpu.platform  # noqa: F401
+import verl_cpu.platform
+import verl_cpu.vllm_build  # noqa: F401
 
 ROLLOUT = "transformers"
 
