@@ -95,6 +95,9 @@ def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(mon
     assert without.training.use_vllm is without.settings["use_vllm"] is False
     assert without.note is not None and "at most 32 completions at a time" in without.note
     assert "\n" not in without.note
+    for installed in (False, True):  # for CPUs
+        monkeypatch.setattr(recipes, "find_spec", lambda _, found=installed: found or None)
+        assert recipes.load(name, [*cpu, "--use_vllm", "true"]).training.use_vllm is installed
     elsewhere = recipes.load(name, cpu, vllm=True)  # planned here for another machine
     assert (elsewhere.settings["use_vllm"], elsewhere.note) == (True, None)
     assert recipes.load("quickstart").note is None

@@ -8,8 +8,9 @@ another recipe's fields where the file has none, and `grid: {field: [values]}` m
 A setting inside a field that holds a dictionary is `field.name` on the command line and in a grid, such as
 `--surrogate_kwargs.weight 0.3`; the dictionary's other settings stay.
 
-`use_vllm: true` applies where vLLM can run. Elsewhere transformers generates, `generation_chunk_size` completions at a
-time; the command says so, and the run's own settings hold `use_vllm: false`.
+`use_vllm: true` applies where vLLM can run, which is on GPUs; on a CPU `--use_vllm true` asks for it. Elsewhere
+transformers generates, `generation_chunk_size` completions at a time; the command says so, and the run's own settings
+hold `use_vllm: false`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -224,7 +226,9 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
         )
     note = None
-    if training.use_vllm and not (vllm_is_usable() and not training.use_cpu if vllm is None else vllm):
+    usable = vllm_is_usable() and not training.use_cpu if vllm is None else vllm
+    asked_for = "use_vllm" in given and find_spec("vllm") is not None  # its build for CPUs too
+    if training.use_vllm and not (usable or asked_for):
         training.use_vllm = False
         chunk = training.generation_chunk_size or training.generation_batch_size
         note = (
