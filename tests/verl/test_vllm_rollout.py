@@ -11,7 +11,7 @@ import pytest
 import torch
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
-from tests.verl.vllm_engine import AsyncLLM, SamplingParams
+from tests.verl.vllm_engine import AsyncLLM, LogprobsLists, SamplingParams
 from troll import capture
 from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import OLD_POLICIES
@@ -70,8 +70,8 @@ def outputs(engine: Any, **sampling: Any) -> list[Any]:
     return asyncio.run(run())
 
 
-def server(step: int = 1, **truncation: Any) -> Any:
-    settings = {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}
+def server(step: int = 1, number: int = K, **truncation: Any) -> Any:
+    settings = {"anchor": "rollout", "top_k": number, "mass_threshold": 1e-3}
     return reporting(Server)(engine(step), {"trust_region": settings}, **truncation)
 
 
@@ -90,6 +90,27 @@ def test_the_record_is_the_policy_that_was_sampled_from(step: int) -> None:
     torch.testing.assert_close(policy.log_probs.exp(), expected.log_probs.exp(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=1e-5, atol=1e-6)
     assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
+
+
+def test_no_more_than_the_vocabulary_is_asked_for() -> None:
+    policy = from_records([generate(server(number=V + 1)).extra_fields[OLD_POLICIES]]).unpack()
+    assert policy.token_ids.shape == (len(TOKENS), V)
+
+
+def test_fewer_log_probs_than_asked_for_are_refused() -> None:
+    capped = server()
+    process = capped.engine.output_processor.process_outputs
+
+    def cut(messages: Any) -> None:
+        for message in messages:
+            message.new_logprobs = LogprobsLists(
+                *(part[:, :5] for part in message.new_logprobs[:2]), *message.new_logprobs[2:]
+            )
+        process(messages)
+
+    capped.engine.output_processor.process_outputs = cut
+    with pytest.raises(RuntimeError, match=f"asked for {K} log-probabilities a token, and it reported 4"):
+        generate(capped)
 
 
 def test_validation_may_sample_in_another_way() -> None:

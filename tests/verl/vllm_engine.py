@@ -119,6 +119,7 @@ class OutputProcessor:
 
 def lists(log_probs: np.ndarray, token_ids: Sequence[int], number: int) -> LogprobsLists:
     """What vLLM's sampler gathers of (T, V) distributions: the sampled tokens, and the `number` most likely ones."""
+    assert number <= log_probs.shape[-1], "vLLM's process dies of this"
     sampled = np.asarray(token_ids, dtype=np.int32)[:, None]
     top = np.argsort(-log_probs, axis=-1, kind="stable")[:, :number].astype(np.int32)
     ids = np.concatenate([sampled, top], axis=1)

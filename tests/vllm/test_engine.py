@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
 from tests.trl import tiny
@@ -55,13 +57,15 @@ class Run:
         tied: bool = False,
         lora: bool = False,
         scale: float = 0.5,
+        more_tokens: int = 0,
         engine: dict[str, Any] | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
         model = self.folder / "model"
         tiny.make_model("llama", **SHAPE, tie_word_embeddings=tied).save_pretrained(model)
         tiny.make_tokenizer().save_pretrained(model)
-        job = {"model": str(model), "lora": lora, "scale": scale, "engine": engine or {}, "settings": settings}
+        job = {"model": str(model), "lora": lora, "scale": scale, "more_tokens": more_tokens}
+        job |= {"engine": engine or {}, "settings": settings}
         job_path, result_path = self.folder / "job.json", self.folder / "result.json"
         job_path.write_text(json.dumps(job))
         run_module("tests.vllm.worker", str(job_path), str(result_path))
@@ -120,6 +124,11 @@ def test_adapters_reach_the_engine(run):
     assert min(result["before"], result["start"]) > 2 * FLOAT32_ERROR
 
 
+def test_another_vocabulary_ends_training_before_an_update(run):
+    result = run(more_tokens=16, engine={"dtype": "float32"}, anchor="rollout", support_top_k=24)
+    assert str(len(tiny.VOCABULARY) + 16) in result["error"] and not result["changed"]
+
+
 def generations(folder: Path, model: Path, backend: str) -> list[dict[str, Any]]:
     command = ["troll.cli", "eval", str(model), "--task", "reasoning_gym:chain_sum", "--backend", backend]
     command += ["--eval_size", "8", "--max_new_tokens", "6", "--dtype", "float32"]
@@ -128,10 +137,17 @@ def generations(folder: Path, model: Path, backend: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_engine_gives_the_completions_of_transformers(tmp_path):
+@pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
+def test_engine_gives_the_completions_of_transformers(tmp_path, adapter):
     """`troll eval`, greedy, in float32, where the likeliest tokens of a random model are far apart."""
     model = tmp_path / "model"
     tiny.make_model("llama", **SHAPE, max_position_embeddings=256).save_pretrained(model)
     tiny.make_tokenizer().save_pretrained(model)
+    if adapter:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        config = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = tmp_path / "adapter"
+        tiny.adapted(base, config, scale=0.2).save_pretrained(model)
+        tiny.make_tokenizer().save_pretrained(model)
     ours, theirs = (generations(tmp_path, model, backend) for backend in ("vllm", "transformers"))
     assert len(ours) == 8 and ours == theirs

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
 from tests.trl import tiny
+from tests.trl.resampling_worker import SETTINGS, dataset, reward
 from tests.trl.tiny import logged
 from tests.vllm.test_engine import FLOAT32_ERROR, SHAPE
 
@@ -101,6 +102,13 @@ def test_first_update_sees_the_sampler_in_the_old_policy(server, served, anchor,
         assert max(logged(trainer, "sampling/mismatch_kl_max")) <= max(within(FLOAT32_ERROR**2 / 2), 1e-6)
     elif not truncation:
         assert min(logged(trainer, "trust_region/support_size")) > 20
+
+
+def test_groups_with_equal_rewards_are_sampled_again(server, served):
+    trainer = served(server, anchor="old", reward_funcs=reward, train_dataset=dataset(), **SETTINGS)
+    trainer.train()
+    first, left = (logged(trainer, f"resampling/equal_groups{part}") for part in ("", "_left"))
+    assert sum(left) < sum(first) and all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
 
 # Faults: one clear line, and no update made

@@ -58,8 +58,11 @@ def main(job: dict[str, Any], output_dir: str) -> dict[str, Any]:
     settings |= {"vllm_max_model_length": 32, "vllm_gpu_memory_utilization": 0.1} | job["settings"]
     peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if job["lora"] else None
     own = {name: value for name, value in settings.items() if name in TrollConfig.__dataclass_fields__}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if job["more_tokens"]:  # than vLLM reads from the folder
+        model.resize_token_embeddings(model.config.vocab_size + job["more_tokens"])
     trainer = TrollTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=model,
         reward_funcs=tiny.reward,
         args=TrollConfig(**own),
         train_dataset=tiny.make_dataset(),
@@ -67,6 +70,12 @@ def main(job: dict[str, Any], output_dir: str) -> dict[str, Any]:
         peft_config=peft,
     )
     dtype = trainer.vllm_generation.llm.llm_engine.model_config.dtype
+    if job["more_tokens"]:
+        before_training = tiny.parameters(trainer.model)
+        try:
+            trainer.train()
+        except Exception as error:
+            return {"error": str(error), "changed": sorted(tiny.changed(before_training, trainer.model))}
     trainer.train()
     tiny.move(trainer.model, job["scale"])
     generation = trainer.vllm_generation

@@ -97,7 +97,8 @@ def reporting(server_class: type) -> type:
     """Extends a server class of verl's so that completions carry their old policies.
 
     Raises:
-        RuntimeError: In generation, if the engine reported no log-probabilities, or not those of the completion.
+        RuntimeError: In generation, if the engine reported no log-probabilities, fewer than it was asked for, or not
+            those of the completion.
     """
 
     class ReportingServer(server_class):
@@ -107,7 +108,12 @@ def reporting(server_class: type) -> type:
 
         @engine.setter
         def engine(self, engine: Any) -> None:
-            self._reporting_engine = TopLogProbs(engine, self.config.custom[CUSTOM]["top_k"])
+            # vLLM dies of a request for more than the vocabulary.
+            self._number = min(self.config.custom[CUSTOM]["top_k"], self._vocab_size())
+            self._reporting_engine = TopLogProbs(engine, self._number)
+
+        def _vocab_size(self) -> int:
+            return self.model_config.hf_config.get_text_config().vocab_size
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
@@ -138,12 +144,17 @@ def reporting(server_class: type) -> type:
                     f"vLLM reported log-probabilities of {len(reported[0])} tokens that are not the "
                     f"{len(output.token_ids)} of its completion: set actor_rollout_ref.actor.policy_loss.anchor=old"
                 )
+            if (number := reported[0].shape[1] - 1) < self._number:
+                raise RuntimeError(
+                    f"vLLM was asked for {self._number} log-probabilities a token, and it reported {number}: "
+                    f"set actor_rollout_ref.actor.policy_loss.top_k={number}"
+                )
             settings = self.config.custom[CUSTOM]
             # In a thread, since this loop serves every request.
             output.extra_fields[OLD_POLICIES] = await asyncio.to_thread(
                 old_policy_record,
                 *reported,
-                vocab_size=self.model_config.hf_config.get_text_config().vocab_size,
+                vocab_size=self._vocab_size(),
                 top_k=settings["top_k"],
                 mass_threshold=settings["mass_threshold"],
                 truncated=as_trained and Truncation(max(self.config.top_k, 0), self.config.top_p) != Truncation(),
