@@ -122,8 +122,13 @@ def sampled(
     base: type[LLMServerClient] = LLMServerClient,
     samples: int = 1,
     trace: bool = False,
+    agent_name: str = "loop",
+    **columns: Any,
 ) -> tuple[list[TensorDict], Rewards]:
-    """The rows that verl's agent-loop worker puts into the transfer queue for samples at the same time."""
+    """The rows that verl's agent-loop worker puts into the transfer queue for samples at the same time.
+
+    `columns` are of the data.
+    """
     put: list[TensorDict] = []
 
     async def batch_put(*, fields: TensorDict, **_: Any) -> None:
@@ -143,12 +148,12 @@ def sampled(
     worker.mm_processor_kwargs = {}
     worker.reward_loop_worker_handles = [rewards]
     sample = {"uid": "u", "session_id": 0, "global_steps": 0, "data_source": "d"}
-    sample |= {"reward_model": {"ground_truth": "g"}, "extra_info": {"split": "train"}}
+    sample |= {"reward_model": {"ground_truth": "g"}, "extra_info": {"split": "train"}, **columns}
     trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
 
     async def run() -> None:
         tasks = (
-            worker._run_agent_loop({}, trajectory, agent_name="loop", trace=trace, **sample) for _ in range(samples)
+            worker._run_agent_loop({}, trajectory, agent_name=agent_name, trace=trace, **sample) for _ in range(samples)
         )
         await asyncio.gather(*tasks)
 

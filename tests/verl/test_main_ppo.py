@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +80,8 @@ def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path
         assert metrics["actor/trust_region/old_policy_bytes"] > 16
 
 
+MEMORY_AGENT = Path(__file__).resolve().parents[2] / "examples" / "verl" / "memagent"
+
 #: vLLM's build for CPUs next to verl: docs/verl.md.
 VLLM = (
     "actor_rollout_ref.rollout.name=vllm",
@@ -100,7 +103,9 @@ def test_a_real_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp
         f"{TROLL}.anchor=rollout",
         "algorithm.rollout_correction.bypass_mode=true",
         f"actor_rollout_ref.rollout.top_k={top_k}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.n_gpus_per_node=1",
     )
@@ -112,7 +117,29 @@ def test_a_real_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp
         assert metrics["actor/trust_region/unreported_fraction"] == 0
         assert metrics["actor/trust_region/support_size"] == (5 if top_k == 5 else 64)
         assert metrics["actor/grad_norm"] > 0
-    assert len({metrics["actor/pg_loss"] for metrics in steps.values()}) == 3
+
+
+def test_an_agent_with_a_memory_trains_on_all_its_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(MEMORY_AGENT), prepend=os.pathsep)
+    subprocess.run([sys.executable, MEMORY_AGENT / "documents.py", tmp_path / "data"], check=True)
+    run = Run("troll", tmp_path / "run", 2)
+    agent = "actor_rollout_ref.rollout.agent"
+    code, output = main_ppo(
+        run,
+        tmp_path / "data",
+        f"{agent}.agent_loop_config_path={MEMORY_AGENT / 'agent.yaml'}",
+        f"{agent}.default_agent_loop=memory_agent",
+        f"{TROLL}.anchor=rollout",
+        "algorithm.rollout_correction.bypass_mode=true",
+    )
+    assert code == 0, output[-9000:]
+    steps = run.metrics()
+    assert set(steps) == {1, 2}
+    for metrics in steps.values():
+        assert metrics["actor/trust_region/unreported_fraction"] == 0
+        assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * (1 + within(1e-3))
 
 
 def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> None:
