@@ -93,6 +93,7 @@ class EngineGeneration:
         self.engine, self.model, self.accelerator, self.mode = engine, model, accelerator, mode
         self.logprobs = settings.get("logprobs", 0)
         engine_config = SimpleNamespace(logprobs_mode="processed_logprobs", max_logprobs=-1, max_model_len=64)
+        engine_config.hf_text_config = SimpleNamespace(vocab_size=COMMON["vocab_size"])
         device = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=engine_config, vllm_config=device))
         self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": vars(engine_config)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,6 +244,17 @@ def test_an_adapter_that_an_engine_would_get_wrong_is_refused(make, monkeypatch,
     config = LoraConfig(task_type="CAUSAL_LM", r=4, **settings)
     with pytest.raises(ValueError, match=message):
         make(model=model, peft_config=config, use_vllm=True, vllm_mode="colocate")
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_an_engine_with_another_vocabulary_is_refused(make, monkeypatch, mode):
+    """A server says itself that the weights do not fit."""
+    take_the_place_of_vllm(monkeypatch, Engine())
+    model = make_model("llama")
+    model.resize_token_embeddings(64)
+    message = r"vLLM has read a model of 48 tokens from .*, and the trained one has 64"
+    with pytest.raises(ValueError, match=message) if mode == "colocate" else nullcontext():
+        make(model=model, use_vllm=True, vllm_mode=mode)
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])

@@ -70,12 +70,6 @@ def main(job: dict[str, Any], output_dir: str) -> dict[str, Any]:
         peft_config=peft,
     )
     dtype = trainer.vllm_generation.llm.llm_engine.model_config.dtype
-    if job["more_tokens"]:
-        before_training = tiny.parameters(trainer.model)
-        try:
-            trainer.train()
-        except Exception as error:
-            return {"error": str(error), "changed": sorted(tiny.changed(before_training, trainer.model))}
     trainer.train()
     tiny.move(trainer.model, job["scale"])
     generation = trainer.vllm_generation

@@ -15,7 +15,7 @@ from torch import Tensor
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.rewards.grading import clash
 from troll.trl.config import TrollConfig
-from troll.trl.seam import prompt_ids
+from troll.trl.seam import engine_vocabulary, prompt_ids
 
 #: Every model has a few weights too large for a step, such as those of norms. A larger share than this is a mistake.
 MAX_UNRESOLVED = 0.1
@@ -147,6 +147,17 @@ def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
             f"the embedding of the {name} has {embedding_rows(other)} rows, and that of the trained model {rows}: it "
             f"lacks {lacked[number]!r} (id {number}) of the tokenizer. Save it with as many, by "
             "resize_token_embeddings, and have it loaded from there"
+        )
+
+
+def refuse_another_vocabulary(trainer: Any) -> None:
+    """Raises ValueError if vLLM has read a model with another number of tokens than the trained one."""
+    ours = trainer.model.config.get_text_config().vocab_size
+    theirs = engine_vocabulary(trainer.vllm_generation)
+    if theirs not in (ours, None):
+        raise ValueError(
+            f"vLLM has read a model of {theirs} tokens from {trainer.vllm_generation.model.name_or_path}, and the "
+            f"trained one has {ours}: save it, and have both load it from there"
         )
 
 

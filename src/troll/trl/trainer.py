@@ -90,6 +90,7 @@ class TrollTrainer(GRPOTrainer):
             head.bias = None
         if args.use_vllm:
             refuse_merging(self.model, "use_vllm")
+            checks.refuse_another_vocabulary(self)
             seam.load_whole_weights(self.vllm_generation)
         #: The tokens of the tokenizer that the model lacks, by id.
         self.missing_tokens = without_embedding(self.model, checks.tokenizer_of(self))

@@ -313,6 +313,13 @@ def engine_settings(generation: Any) -> dict[str, Any]:
     return answers[0]
 
 
+def engine_vocabulary(generation: Any) -> int | None:
+    """The tokens of the model that a colocated vLLM has read; None for a server."""
+    if generation.mode != "colocate":
+        return None
+    return generation.llm.llm_engine.model_config.hf_text_config.vocab_size
+
+
 def allow_log_probs(generation: Any, number: int) -> None:
     """Raises a colocated vLLM's cap on the log-probabilities of a token, for which TRL has no setting, to N."""
     if generation.mode == "colocate":
