@@ -30,7 +30,7 @@ def test_every_conversation_is_a_row_with_its_own_policies_and_the_last_ones_rew
     assert len(rows) == len(server.records) == 2 and len(rewards.seen) == 1
     first, second = rows["prompts"].unbind()
     assert tokenizer.decode(first) == "7 - 6 + 8 ="
-    memory = tokenizer.decode(rows["responses"][0], skip_special_tokens=True).strip()
+    memory = str(tokenizer.decode(rows["responses"][0], skip_special_tokens=True)).strip()
     assert tokenizer.decode(second) == f"{memory} - 2 + 5 ="
     for row, record, scores in zip(
         rows[OLD_POLICIES].unbind(), server.records, rows["rm_scores"].unbind(), strict=True

