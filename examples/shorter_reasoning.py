@@ -11,6 +11,7 @@ options as well.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from troll.tasks import TaskConfig, load_task
-from troll.tasks.attempts import tokens_until
 from troll.trl import TrollConfig, TrollTrainer
 
 QUESTION = (
@@ -109,7 +109,10 @@ class ShortSolution:
             if not stating:
                 worths.append(None)
                 continue
-            first, last = (tokens_until(length, ids, decode) for length in (stating[0], to[-1]))
+            first, last = (
+                bisect_left(range(len(ids)), length, key=lambda count: len(decode(ids[:count])))
+                for length in (stating[0], to[-1])
+            )
             worths.append([reward - self._penalty * (first <= place < last) for place in range(len(ids))])
         return worths
 
