@@ -5,7 +5,8 @@
 In an environment with vLLM (`make vllm-setup`). For each dtype an engine samples completions of open text and reports
 the K likeliest tokens' log-probabilities. The trainer reads the same tokens with the same weights, in float32 and in
 bf16 as training computes (autocast). KL(p̃ ‖ p), of which a trust region's first update sees all, is then the two
-programs' difference; in the last row it is the trainer's own rounding.
+programs' difference; in the last row it is the trainer's own rounding. The last table is that of `truncation`, with
+vLLM as the sampler and the kept sets that the trainer finds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import troll
-from benchmarks import coverage, measure
+from benchmarks import coverage, measure, truncation
 
 K = 64
 DTYPES = ("float32", "bfloat16")
@@ -70,7 +71,26 @@ def main(device: str, repeats: int, models: list[str]) -> list[dict[str, Any]]:
         share = f"{100 * row['above_bound']:.2g} %"
         table.add_row(engine, trainer, *numbers, f"{row['ratio_min']:.2f}–{row['ratio_max']:.2f}", share)
     Console(width=110).print(table)
+
+    table = measure.numbers("engine", "sampler", "whole: ratio", "far", "kept: ratio", "far", "range", "added", names=2)
+    for dtype, report in reports.items():
+        for sampler, completions in report["truncated"].items():
+            row = truncated(model, completions, troll.Truncation(**truncation.SAMPLERS[sampler]))
+            rows.append({"engine": dtype, "sampler": sampler, **row})
+            numbers = [f"{row['whole_ratio']:.3f}", f"{row['whole_far']:.1%}"]
+            numbers += [f"{row['kept_ratio']:.3f}", f"{row['kept_far']:.1%}"]
+            numbers += [f"{row['kept_min']:.2f}–{row['kept_max']:.2f}", f"{row['added']:.2%}"]
+            table.add_row(dtype, sampler, *numbers)
+    Console(width=110).print(table)
     return rows
+
+
+def truncated(model: Any, completions: list[Any], kept: troll.Truncation) -> dict[str, float]:
+    """The figures of one sampler, whose completions bring its own log-probabilities of their tokens."""
+    logits = torch.cat(read(model, completions, "float32"))
+    ids = torch.tensor([token for _, tokens, _ in completions for token in tokens])
+    sampled = torch.tensor([log_prob for *_, log_probs in completions for log_prob in log_probs])
+    return truncation.ratios(logits, ids, sampled, kept)
 
 
 @torch.no_grad()
@@ -140,7 +160,14 @@ def run_engine(folder: str, dtype: str, path: str, number: int, length: int, rep
             top_k=K,
         )
         policies.append((prompt, ids, policy))
-    torch.save({"rates": rates, "policies": policies}, path)
+    drawn = {}
+    for name, settings in truncation.SAMPLERS.items():
+        parameters = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=0, **settings)
+        outputs = engine.generate([{"prompt_token_ids": x} for x in prompts], parameters, use_tqdm=False)
+        first = [output.outputs[0] for output in outputs]
+        own = [[at[token].logprob for at, token in zip(x.logprobs, x.token_ids, strict=True)] for x in first]
+        drawn[name] = [(prompt, list(x.token_ids), y) for prompt, x, y in zip(prompts, first, own, strict=True)]
+    torch.save({"rates": rates, "policies": policies, "truncated": drawn}, path)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,6 @@ def compare(
     hidden, weight = coverage.hidden_states(model, rollout), model.get_output_embeddings().weight.detach()
     targets = rollout.labels[:, 1:]
     head, ids = troll.LMHead(hidden, weight), targets[targets != -100]
-    whole = troll.capture(head, ids)
     kept = troll.capture(head, ids, truncation=truncation)
     taken = measure.seconds(
         {
@@ -124,21 +123,35 @@ def compare(
         repeats,
         device,
     )
-    every = troll.capture(head, ids, top_k=weight.shape[0], mass_threshold=0)
-    inside = truncation.kept(every).gather(-1, every.slot.unsqueeze(-1)).squeeze(-1)
-    figures: dict[str, Any] = {"tokens": len(ids)}
-    for name, policy in (("whole", whole), ("kept", kept)):
-        ratio = torch.exp(policy.log_prob - sampled)
-        figures |= {
-            f"{name}_ratio": ratio.mean().item(),
-            f"{name}_far": ((ratio - 1).abs() > FAR).float().mean().item(),
-        }
     sizes = kept.used.sum(-1).float()
-    return figures | {
-        "added": (~inside).float().mean().item(),
+    return ratios(head, ids, sampled, truncation) | {
+        "tokens": len(ids),
         "kept": sizes.mean().item(),
         "most": int(sizes.max()),
         "bytes": PackedPolicy.of(kept).nbytes / len(ids),
         "time": [own / base for own, base in zip(taken["kept"], taken["whole"], strict=True)],
         "seconds": statistics.median(taken["kept"]),
     }
+
+
+def ratios(source: Any, ids: Tensor, sampled: Tensor, truncation: Truncation) -> dict[str, float]:
+    """Ratios to a sampler of the whole policy and of the one on the kept set, and the share of tokens added to the set.
+
+    Args:
+        source: The trainer's logits, (N, V), or the head that they are made with.
+        ids: (N,) the sampled tokens.
+        sampled: (N,) their log-probabilities in the distributions that they were drawn from.
+        truncation: What the sampler kept.
+    """
+    every = troll.capture(source, ids, top_k=2**20, mass_threshold=0)
+    inside = truncation.kept(every).gather(-1, every.slot.unsqueeze(-1)).squeeze(-1)
+    figures = {"added": (~inside).float().mean().item()}
+    for name, policy in (("whole", every), ("kept", troll.capture(source, ids, truncation=truncation))):
+        ratio = torch.exp(policy.log_prob - sampled)
+        figures |= {
+            f"{name}_ratio": ratio.mean().item(),
+            f"{name}_far": ((ratio - 1).abs() > FAR).float().mean().item(),
+            f"{name}_min": ratio.min().item(),
+            f"{name}_max": ratio.max().item(),
+        }
+    return figures
