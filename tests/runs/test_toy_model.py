@@ -166,6 +166,16 @@ def test_calibration_has_its_own_number_of_steps(tmp_path, monkeypatch, caplog):
     assert "not with format_share=0.5" in caplog.text
 
 
+def test_learning_rate_rises_and_falls(tmp_path, monkeypatch):
+    rates = []
+    monkeypatch.setattr(
+        "troll.runs.toy_model.learn", lambda model, optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    warm_up = {**SHORT, "max_steps": 7, "learning_rate": 1.0, "rise_steps": 2, "fall_steps": 4, "target_success": None}
+    toy_model(TaskConfig(task_options=OPTIONS, warm_up=warm_up), cache_dir=tmp_path)
+    assert rates == [0.5, 1, 1, 1, 0.75, 0.5, 0.25]
+
+
 def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
     toy_model(TASK, cache_dir=tmp_path)
     assert "below its target of 30 %" in caplog.text
@@ -181,6 +191,7 @@ def sums(warm_up, **options):
         (sums({"steps": 3}), "warm_up has no field 'steps'; it has target_success, max_steps"),
         (sums({"format_share": 0}), "format_share must be above 0 and at most 1, got 0"),
         (sums({"max_steps": "many"}), "max_steps must be an integer, at least 1, got 'many'"),
+        (sums({"fall_steps": 0}), "fall_steps must be an integer, at least 1, got 0"),
         (sums({"learning_rate": 0}), "learning_rate must be above 0, got 0"),
         (sums({"learning_rate": "fast"}), "warm_up has a value of the wrong type"),
         (sums({"format_share": 0.1}), "needs a task option answer_format that begins with text"),

@@ -50,8 +50,9 @@ class WarmUp:
             mean over `test_size` questions that it does not learn from, reaches this; None for `max_steps` always.
         max_steps: Warm-up ends after this many steps at the latest.
         batch_size: The questions of a step.
-        learning_rate: The learning rate, constant after a linear rise over the first `rise_steps`.
+        learning_rate: The learning rate, constant between a linear rise and a linear fall.
         rise_steps: The steps in which the learning rate rises.
+        fall_steps: The steps before `max_steps` in which it falls to about 0. 1 for no fall.
         num_questions: The draws to learn from; they repeat, in a new order, when all are used.
         test_size: The questions of a test.
         test_every: The steps between two tests.
@@ -65,6 +66,7 @@ class WarmUp:
     batch_size: int = 32
     learning_rate: float = 1e-3
     rise_steps: int = 20
+    fall_steps: int = 1
     num_questions: int = 32768
     test_size: int = 256
     test_every: int = 25
@@ -73,7 +75,7 @@ class WarmUp:
     def __post_init__(self) -> None:
         if not 0 < self.format_share <= 1:
             raise TaskError(f"warm_up: format_share must be above 0 and at most 1, got {self.format_share}")
-        for name in ("max_steps", "batch_size", "num_questions", "test_size", "test_every"):
+        for name in ("max_steps", "batch_size", "fall_steps", "num_questions", "test_size", "test_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise TaskError(f"warm_up: {name} must be an integer, at least 1, got {value!r}")
@@ -197,7 +199,8 @@ def _train(
         bar = progress.add_task("", total=warm_up.max_steps)
         batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps + _CALIBRATION_STEPS)
         for step, batch in enumerate(islice(batches, warm_up.max_steps), start=1):
-            optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, step / warm_up.rise_steps)
+            rising, falling = step / warm_up.rise_steps, (warm_up.max_steps + 1 - step) / warm_up.fall_steps
+            optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, rising, falling)
             learn_batch(batch, share)
             if step % warm_up.test_every == 0 or step == warm_up.max_steps:
                 success = _mean_probability(model, *test)
