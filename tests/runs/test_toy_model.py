@@ -78,6 +78,12 @@ def test_sizes_of_the_task_do_not_matter_but_seed_and_options_do(folder):
     assert len({name(TASK, seed=1), name(replace(TASK, task_options={**OPTIONS, "max_terms": 3})), folder.name}) == 3
 
 
+def test_warm_up_may_have_other_options_of_the_task(folder):
+    """The model of a task is that of another one whose options its warm-up names."""
+    other = TaskConfig(task_options=OPTIONS | {"max_terms": 5}, warm_up={**SHORT, "task_options": {"max_terms": 2}})
+    assert toy_model(other, cache_dir=folder.parent) == folder
+
+
 def test_a_cached_model_is_reused(folder):
     before = os.stat(folder / "model.safetensors")
     assert toy_model(TASK, cache_dir=folder.parent) == folder
@@ -192,6 +198,7 @@ def sums(warm_up, **options):
         (sums({"format_share": 0}), "format_share must be above 0 and at most 1, got 0"),
         (sums({"max_steps": "many"}), "max_steps must be an integer, at least 1, got 'many'"),
         (sums({"fall_steps": 0}), "fall_steps must be an integer, at least 1, got 0"),
+        (sums({"task_options": 2}), "task_options must be a mapping, got 2"),
         (sums({"learning_rate": 0}), "learning_rate must be above 0, got 0"),
         (sums({"learning_rate": "fast"}), "warm_up has a value of the wrong type"),
         (sums({"format_share": 0.1}), "needs a task option answer_format that begins with text"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import string
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -59,6 +59,7 @@ class WarmUp:
         format_share: The share of the answers that the model learns in the task's `answer_format`; the others are
             plain. Below 1, the model is calibrated after the steps above: it goes on learning at a tenth of the
             learning rate until the probability that an answer begins like the format is within 5 % of this share.
+        task_options: Options of the task that are others in these questions, e.g. `{"max_terms": 2}` for shorter ones.
     """
 
     target_success: float | None = 0.3
@@ -71,6 +72,7 @@ class WarmUp:
     test_size: int = 256
     test_every: int = 25
     format_share: float = 1.0
+    task_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < self.format_share <= 1:
@@ -79,6 +81,8 @@ class WarmUp:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise TaskError(f"warm_up: {name} must be an integer, at least 1, got {value!r}")
+        if not isinstance(self.task_options, dict):
+            raise TaskError(f"warm_up: task_options must be a mapping, got {self.task_options!r}")
         if not self.learning_rate > 0:
             raise TaskError(f"warm_up: learning_rate must be above 0, got {self.learning_rate}")
 
@@ -90,7 +94,7 @@ class WarmUp:
             TaskError: If `warm_up` names an unknown field, or a value cannot be used.
         """
         given = dict(config.warm_up) if isinstance(config.warm_up, dict) else {}
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
                 raise TaskError(f"warm_up has no field {name!r}; it has {', '.join(known)}")
@@ -150,19 +154,21 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
         )
     warm_up, tokenizer = WarmUp.of(task_config), character_tokenizer()
     config = model_config(tokenizer, name)
+    settings = asdict(warm_up)
+    options = task_config.options | settings.pop("task_options")
 
     def learn_answers(model: PreTrainedModel) -> dict[str, Any]:
-        learned = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
+        learned = questions(data_set, options, split="warmup", size=warm_up.num_questions)
         # Tested on the questions that reinforcement learning starts with, so that a small space of questions cannot be
         # learned by heart.
-        tested = questions(data_set, task_config.options, split="train", size=warm_up.test_size)
+        tested = questions(data_set, options, split="train", size=warm_up.test_size)
         return _train(model, tokenizer, learned, tested, warm_up)
 
     determined_by = {
         "splits": SPLITS,
         "data_set": data_set,
-        "options": task_config.options,
-        "warm_up": asdict(warm_up),
+        "options": options,
+        "warm_up": settings,
         "characters": CHARACTERS,
         "reasoning-gym": version("reasoning-gym"),
     }

@@ -1,0 +1,46 @@
+"""The comparison of memory agents in docs/trl.md is what was measured, and its controls are what they say."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import memory_agent as controls
+from troll.runs import memory_agent
+from troll.runs.toy_model import character_tokenizer
+
+TRAINER = SimpleNamespace(processing_class=character_tokenizer())
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The prompts of each round, all answered "7"."""
+    rounds: list[list[str]] = []
+
+    def complete(trainer, prompts):
+        rounds.append(TRAINER.processing_class.batch_decode(prompts))
+        return TRAINER.processing_class(["7"] * len(prompts))["input_ids"], None
+
+    monkeypatch.setattr(memory_agent, "complete", complete)
+    return rounds
+
+
+def test_last_only_asks_the_same_and_hands_over_last_conversations(asked) -> None:
+    whole, last = memory_agent.rollout(["9 + 4 ="], TRAINER), controls.last_only(["9 + 4 ="], TRAINER)
+    assert asked == [["9 ="], ["7 + 4 ="], ["7 ="]] * 2
+    assert "earlier" not in last and last == {name: value for name, value in whole.items() if name != "earlier"}
+
+
+def test_forgetful_agent_has_an_empty_memory(asked) -> None:
+    found = controls.forgetful(["9 + 4 ="], TRAINER)
+    assert asked == [["9 ="], ["+ 4 ="], [" ="]]
+    assert len(found["earlier"][0]) == 2
+
+
+def test_page_has_the_table() -> None:
+    found = json.loads(controls.RESULT.read_text())
+    for method in controls.METHODS:
+        assert [len(each) for each in found[method].values()] == [1 if method == controls.CONTROL else 5] * 3
+    assert controls.outcome(found) in (controls.RESULT.parents[1] / "trl.md").read_text()
