@@ -9,7 +9,6 @@ sets, whose ratio is 1 up to the rounding of the two passes.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
@@ -50,7 +49,8 @@ def main(device: str, repeats: int, models: list[str]) -> list[dict[str, Any]]:
         "tokens kept",
         "most",
         "bytes",
-        "time",
+        "capture",
+        "step",
     )
     rows = []
     for name, settings in SAMPLERS.items():
@@ -67,7 +67,7 @@ def main(device: str, repeats: int, models: list[str]) -> list[dict[str, Any]]:
             f"{row['kept']:.1f}",
             str(row["most"]),
             f"{row['bytes']:.0f}",
-            measure.ratio_text(row["time"]),
+            *(measure.ratio_text(row[key]) for key in ("capture", "step")),
         )
     Console(width=130).print(table)
     return rows
@@ -109,29 +109,35 @@ def compare(
 ) -> dict[str, Any]:
     """The figures of one sampler, whose own log-probabilities of the N tokens are `sampled`.
 
-    `time` is that of a truncated capture of these tokens from the LM head, over that of a whole policy with K = 64.
+    `capture` is the time of a truncated capture of these tokens from the LM head, over that of a whole policy with
+    K = 64; `step` that of an optimisation step after it, forward and backward.
     """
     hidden, weight = coverage.hidden_states(model, rollout), model.get_output_embeddings().weight.detach()
+    leaf = troll.LMHead(hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     targets = rollout.labels[:, 1:]
     head, ids = troll.LMHead(hidden, weight), targets[targets != -100]
-    kept = troll.capture(head, ids, truncation=truncation)
+    whole, kept = troll.capture(head, ids), troll.capture(head, ids, truncation=truncation)
+
+    def update(old: troll.SparsePolicy) -> None:
+        step = troll.trust_region_step(leaf, old)
+        (step.regression - step.log_ratio.exp()).mean().backward()
+
     taken = measure.seconds(
         {
-            "whole": lambda: troll.capture(head, ids),
-            "kept": lambda: troll.capture(head, ids, truncation=truncation),
+            "whole capture": lambda: troll.capture(head, ids),
+            "kept capture": lambda: troll.capture(head, ids, truncation=truncation),
+            "whole step": lambda: update(whole),
+            "kept step": lambda: update(kept),
         },
         repeats,
         device,
     )
     sizes = kept.used.sum(-1).float()
-    return ratios(head, ids, sampled, truncation) | {
-        "tokens": len(ids),
-        "kept": sizes.mean().item(),
-        "most": int(sizes.max()),
-        "bytes": PackedPolicy.of(kept).nbytes / len(ids),
-        "time": [own / base for own, base in zip(taken["kept"], taken["whole"], strict=True)],
-        "seconds": statistics.median(taken["kept"]),
-    }
+    row: dict[str, Any] = {"tokens": len(ids), "kept": sizes.mean().item(), "most": int(sizes.max())}
+    row |= {"bytes": PackedPolicy.of(kept).nbytes / len(ids), **ratios(head, ids, sampled, truncation)}
+    for name in ("capture", "step"):
+        row[name] = [own / base for own, base in zip(taken[f"kept {name}"], taken[f"whole {name}"], strict=True)]
+    return row
 
 
 def ratios(source: Any, ids: Tensor, sampled: Tensor, truncation: Truncation) -> dict[str, float]:

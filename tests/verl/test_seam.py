@@ -65,7 +65,7 @@ import sys, verl
 print("loaded", *sorted(x for x in sys.modules if x.startswith(("troll.verl", "verl_cpu", "verl.workers"))))
 """
     found = said(fresh, program, VERL_USE_EXTERNAL_PLUGINS=plugins)
-    assert found.split() == ["loaded", *loaded.split(), "verl_cpu", "verl_cpu.platform"]
+    assert found.split() == ["loaded", *loaded.split(), "verl_cpu", "verl_cpu.platform", "verl_cpu.vllm_build"]
 
 
 def test_servers_and_agent_loops_get_what_they_need_without_the_engines(fresh: Fresh) -> None:

@@ -11,8 +11,8 @@ Ray's workers inherit it. What is registered: the platform `cpu`, with gloo betw
 for that platform (`strategy: fsdp2`); and the rollout `transformers`. `toy.yaml` in the folder above has settings
 that go with it. Where vLLM's build for CPUs is installed too, the rollout `vllm` works (docs/verl.md has its settings).
 
-All but the platform waits for the module of verl that it changes: of a dozen processes, most need neither an engine nor
-a rollout, and imports are most of what a start takes.
+All but the platform and vLLM's version waits for the module of verl that it changes: of a dozen processes, most need
+neither an engine nor a rollout, and imports are most of what a start takes.
 """
 
 from functools import partial
