@@ -68,6 +68,7 @@ def test_it_runs(tiny_model: Path, tmp_path: Path) -> None:  # noqa: F811
         assert json.loads(summary.read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_its_settings_fit_the_gpu_it_names(capsys: pytest.CaptureFixture[str]) -> None:
     own = settings(nbformat.read(NOTEBOOK, as_version=4))
     arguments = [part for name, value in own.items() for part in (f"--{name}", value)]
