@@ -131,8 +131,8 @@ def run_engine(folder: str, dtype: str, path: str, number: int, length: int, rep
     ]
     engine = LLM(folder, dtype=dtype, max_model_len=512, max_logprobs=K, logprobs_mode="processed_logprobs", seed=0)
 
-    def generate(log_probs: int | None) -> Any:
-        parameters = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=log_probs, seed=0)
+    def generate(log_probs: int | None, **truncated: Any) -> Any:
+        parameters = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=log_probs, seed=0, **truncated)
         return engine.generate([{"prompt_token_ids": x} for x in prompts], parameters, use_tqdm=False)
 
     generate(K)
@@ -162,9 +162,7 @@ def run_engine(folder: str, dtype: str, path: str, number: int, length: int, rep
         policies.append((prompt, ids, policy))
     drawn = {}
     for name, settings in truncation.SAMPLERS.items():
-        parameters = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=0, **settings)
-        outputs = engine.generate([{"prompt_token_ids": x} for x in prompts], parameters, use_tqdm=False)
-        first = [output.outputs[0] for output in outputs]
+        first = [output.outputs[0] for output in generate(0, **settings)]
         own = [[at[token].logprob for at, token in zip(x.logprobs, x.token_ids, strict=True)] for x in first]
         drawn[name] = [(prompt, list(x.token_ids), y) for prompt, x, y in zip(prompts, first, own, strict=True)]
     torch.save({"rates": rates, "policies": policies, "truncated": drawn}, path)

@@ -9,26 +9,27 @@ every run, and docs/assets/movements.svg; runs that the file has are not made ag
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
 
 import troll
 from experiments import figures, tables
+from experiments.rows import Row, read_rows, write_rows
 from troll.episodic import config, train
 from troll.episodic.report import METRICS, SUMMARY
-from troll.files import read_json, write_atomically
+from troll.files import read_json
 from troll.runs.comparison_tables import markdown_table
 from troll.runs.recorded import read_metrics
 from troll.runs.result import commit_of
 from troll.runs.statistics import paired_difference, seed_mean
 
 DOCS = Path(__file__).parents[1] / "docs"
+#: `RESULT` has each run's method, rate and seed, the environment steps of its evaluations with their success, and where
+#: it was made.
 RESULT, FIGURE = DOCS / "results" / "movements.jsonl", DOCS / "assets" / "movements.svg"
 RECIPE = "tce-reach"
 METHODS = {
@@ -39,16 +40,13 @@ METHODS = {
 RATES = ("3e-4", "1e-3", "3e-3")
 TUNING_SEED, SEEDS = 0, range(1, 6)
 
-#: A run: its method, rate and seed; the environment steps of its evaluations with their success; and where it was made.
-Row = Mapping[str, Any]
-
 
 def main() -> int:
     """Makes the runs, draws the figure, and prints the table of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
     options, fields = parser.parse_known_args()
-    rows = read_rows()
+    rows = read_rows(RESULT)
     for method, rate, seed in tuning():
         if not make(rows, options.output_dir, method, rate, seed, fields):
             return 1
@@ -60,11 +58,6 @@ def main() -> int:
     figures.save_svg(lambda: draw(rows), FIGURE)
     print(outcome(rows))
     return 0
-
-
-def read_rows() -> list[Row]:
-    """The runs that have been made."""
-    return [json.loads(line) for line in RESULT.read_text().splitlines()] if RESULT.exists() else []
 
 
 def tuning() -> Iterator[tuple[str, str, int]]:
@@ -96,7 +89,7 @@ def make(rows: list[Row], output: Path, method: str, rate: str, seed: int, field
             "versions": summary["versions"],
         }
     )
-    write_atomically(RESULT, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(RESULT, rows)
     return True
 
 

@@ -10,32 +10,29 @@ Writes docs/results/overthinking.jsonl after every run; runs that the file has a
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import troll
 from experiments import tables
+from experiments.rows import Row, read_rows, write_rows
 from troll import recipes
 from troll.cli import main as command
-from troll.files import read_json, write_atomically
+from troll.files import read_json
 from troll.runs.build import model_path
 from troll.runs.comparison_tables import markdown_table
 from troll.runs.recorded import read_metrics
 from troll.runs.result import commit_of
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
+#: Has each run's recipe, weight and seed, held-out success and the mean number of tokens at each evaluation, the first
+#: one before training, and where it was made.
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "overthinking.jsonl"
 #: By recipe, the weights to choose from: of redundant tokens, and of all.
 WEIGHTS = {"overthinking": ("0.1", "0.2", "0.5"), "overthinking-length": ("0.01", "0.03", "0.1")}
 TUNING_SEED, SEEDS, MARGIN = 100, range(5), 0.02
 MEASURES = ("success", "tokens")
-
-#: A run: its recipe, its seed and the weight; held-out success and the mean number of tokens at each evaluation, the
-#: first one before training; and where it was made.
-Row = Mapping[str, Any]
 
 
 def main() -> int:
@@ -44,7 +41,7 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
     options, fields = parser.parse_known_args()
     # One model for all seeds, since its warm-up takes several times as long as a run.
-    start, rows = model_path(recipes.load("overthinking", ["--seed", "0"])), read_rows()
+    start, rows = model_path(recipes.load("overthinking", ["--seed", "0"])), read_rows(RESULT)
     for recipe, weights in WEIGHTS.items():
         for weight in weights:
             make(rows, options.output_dir, start, recipe, weight, TUNING_SEED, fields)
@@ -53,11 +50,6 @@ def main() -> int:
             make(rows, options.output_dir, start, recipe, chosen(rows, recipe), seed, fields)
     print(outcome(rows))
     return 0
-
-
-def read_rows() -> list[Row]:
-    """The runs that have been made."""
-    return [json.loads(line) for line in RESULT.read_text().splitlines()] if RESULT.exists() else []
 
 
 def make(rows: list[Row], output: Path, start: str, recipe: str, weight: str, seed: int, fields: Sequence[str]) -> None:
@@ -84,7 +76,7 @@ def make(rows: list[Row], output: Path, start: str, recipe: str, weight: str, se
             "versions": summary["versions"],
         }
     )
-    write_atomically(RESULT, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(RESULT, rows)
 
 
 def chosen(rows: Sequence[Row], recipe: str) -> str:

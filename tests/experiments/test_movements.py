@@ -7,12 +7,13 @@ from statistics import fmean
 import pytest
 
 from experiments import movements
+from experiments.rows import read_rows
 
 TINY = ["--iterations", "1", "--episodes", "2", "--eval_episodes", "2", "--num_envs", "2", "--updates", "1"]
 
 
 def test_figure_has_the_mean_of_each_method_and_each_seed() -> None:
-    rows = movements.read_rows()
+    rows = read_rows(movements.RESULT)
     (axes,) = movements.draw(rows).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}  # type: ignore[arg-type]
     for method in movements.METHODS:
@@ -25,12 +26,12 @@ def test_figure_has_the_mean_of_each_method_and_each_seed() -> None:
 
 def test_page_has_the_table_and_the_figure() -> None:
     page = (movements.DOCS / "episodic.md").read_text()
-    assert movements.outcome(movements.read_rows()) in page
+    assert movements.outcome(read_rows(movements.RESULT)) in page
     assert f"](assets/{movements.FIGURE.name})" in page and movements.FIGURE.is_file()
 
 
 def test_rate_is_the_best_of_the_tuning_seed() -> None:
-    rows = movements.read_rows()
+    rows = read_rows(movements.RESULT)
     tuned = {(row["method"], row["learning_rate"]): row["success"][-1] for row in rows if row["seed"] == 0}
     assert sorted(tuned) == sorted((method, rate) for method, rate, _ in movements.tuning())
     for method, rate in movements.best_rates(rows).items():
@@ -39,9 +40,9 @@ def test_rate_is_the_best_of_the_tuning_seed() -> None:
 
 def test_a_run_is_made_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(movements, "RESULT", tmp_path / "movements.jsonl")
-    rows = movements.read_rows()
+    rows = read_rows(movements.RESULT)
     assert rows == []
     for _ in range(2):
         assert movements.make(rows, tmp_path / "runs", "clip", "1e-3", 7, TINY)
-    assert movements.read_rows() == rows and len(rows) == 1
+    assert read_rows(movements.RESULT) == rows and len(rows) == 1
     assert rows[0]["environment_steps"] == [0, 200] and len(rows[0]["success"]) == 2

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from experiments import overthinking
+from experiments.rows import read_rows
 from troll import recipes
 from troll.runs.build import model_path
 
@@ -17,11 +18,11 @@ TINY += ["--eval_size", "16", "--per_device_train_batch_size", "8", "--per_devic
 
 def test_page_has_the_table() -> None:
     page = (overthinking.RESULT.parents[1] / "estimators.md").read_text()
-    assert overthinking.outcome(overthinking.read_rows()) in page
+    assert overthinking.outcome(read_rows(overthinking.RESULT)) in page
 
 
 def test_table_has_every_seed_of_both_and_every_weight_was_tried() -> None:
-    made = overthinking.read_rows()
+    made = read_rows(overthinking.RESULT)
     for recipe, weights in overthinking.WEIGHTS.items():
         found = overthinking.counted(made, recipe, overthinking.chosen(made, recipe), "tokens")
         assert sorted(found) == list(overthinking.SEEDS)
@@ -45,12 +46,12 @@ def test_a_run_is_made_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(overthinking, "RESULT", tmp_path / "overthinking.jsonl")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     start = model_path(recipes.load("overthinking", ["--warm_up", json.dumps(WARM_UP)]))
-    made = overthinking.read_rows()
+    made = read_rows(overthinking.RESULT)
     assert made == []
     for _ in range(2):
         for recipe, weights in overthinking.WEIGHTS.items():
             overthinking.make(made, tmp_path / "runs", start, recipe, weights[0], 7, TINY)
-    assert overthinking.read_rows() == made
+    assert read_rows(overthinking.RESULT) == made
     assert [(row["recipe"], row["weight"]) for row in made] == [
         ("overthinking", "0.1"),
         ("overthinking-length", "0.01"),
