@@ -111,8 +111,7 @@ def outcome(rows: Sequence[Row]) -> str:
     lines = []
     for method, rate in best_rates(rows).items():
         mean, less = seed_mean(list(final[method].values())), paired_difference(final[method], final["TCE"])
-        assert less is not None
-        difference = "" if method == "TCE" else f"{tables.points(less.mean)} {tables.interval(less.interval)}"
+        difference = "" if method == "TCE" else tables.difference(less)
         minutes = [row["seconds"] / 60 for row in counted(rows, method).values()]
         shown = f"{min(minutes):.1f} to {max(minutes):.1f}"
         lines.append([method, rate, tables.success(mean), difference, shown])

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import troll
 from experiments import tables
-from experiments.rows import Row, read_rows, write_rows
+from experiments.rows import Row, read_rows, train_once
 from troll import recipes
-from troll.cli import main as command
-from troll.files import read_json
 from troll.runs.build import model_path
 from troll.runs.comparison_tables import markdown_table
 from troll.runs.recorded import read_metrics
-from troll.runs.result import commit_of
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 #: Has each run's recipe, weight and seed, held-out success and the mean number of tokens at each evaluation, the first
@@ -44,39 +40,34 @@ def main() -> int:
     start, rows = model_path(recipes.load("overthinking", ["--seed", "0"])), read_rows(RESULT)
     for recipe, weights in WEIGHTS.items():
         for weight in weights:
-            make(rows, options.output_dir, start, recipe, weight, TUNING_SEED, fields)
+            make(rows, RESULT, options.output_dir, start, recipe, weight, TUNING_SEED, fields)
+    weights_chosen = {recipe: chosen(rows, recipe) for recipe in WEIGHTS}
     for seed in SEEDS:
-        for recipe in WEIGHTS:
-            make(rows, options.output_dir, start, recipe, chosen(rows, recipe), seed, fields)
-    print(outcome(rows))
+        for recipe, weight in weights_chosen.items():
+            make(rows, RESULT, options.output_dir, start, recipe, weight, seed, fields)
+    print(outcome(rows, weights_chosen, SEEDS))
     return 0
 
 
-def make(rows: list[Row], output: Path, start: str, recipe: str, weight: str, seed: int, fields: Sequence[str]) -> None:
+def make(
+    rows: list[Row], path: Path, output: Path, start: str, recipe: str, weight: str, seed: int, fields: Sequence[str]
+) -> None:
     """Makes a run from the model in `start` unless `rows` has it, and adds it there and to the file; or exits."""
-    if any((row["recipe"], row["weight"], row["seed"]) == (recipe, weight, seed) for row in rows):
-        return
-    folder, weights = output / f"{recipe}-{weight}-{seed}", ["1", "0", "0"]
+    weights = ["1", "0", "0"]
     weights[1 + list(WEIGHTS).index(recipe)] = weight
-    given = ["train", recipe, "--seed", str(seed), "--output_dir", str(folder), "--reward_weights", *weights, *fields]
+    given = [recipe, "--seed", str(seed), "--reward_weights", *weights, *fields]
     given += ["--model_name_or_path", start, "--warm_up", "{}"]
-    if code := command(given):
-        sys.exit(code)
+    run = {"recipe": recipe, "weight": weight, "seed": seed}
+    train_once(rows, path, run, given, output / f"{recipe}-{weight}-{seed}", evaluations)
+
+
+def evaluations(folder: Path) -> Row:
+    """The held-out success of a run and its mean number of tokens, each at every evaluation."""
     evaluated = [line for line in read_metrics(folder / "metrics.jsonl") if "eval_rewards/success/mean" in line]
-    summary = read_json(folder / "summary.json")
-    rows.append(
-        {
-            "recipe": recipe,
-            "weight": weight,
-            "seed": seed,
-            "success": [round(line["eval_rewards/success/mean"], 4) for line in evaluated],
-            "tokens": [round(-line["eval_rewards/length/mean"], 3) for line in evaluated],
-            "seconds": round(summary["seconds"], 1),
-            "commit": commit_of(Path(troll.__file__).parent),
-            "versions": summary["versions"],
-        }
-    )
-    write_rows(RESULT, rows)
+    return {
+        "success": [round(line["eval_rewards/success/mean"], 4) for line in evaluated],
+        "tokens": [round(-line["eval_rewards/length/mean"], 3) for line in evaluated],
+    }
 
 
 def chosen(rows: Sequence[Row], recipe: str) -> str:
@@ -90,26 +81,30 @@ def chosen(rows: Sequence[Row], recipe: str) -> str:
     return kept[-1] if kept else WEIGHTS[recipe][0]
 
 
-def counted(rows: Sequence[Row], recipe: str, weight: str, measure: str, place: int = -1) -> dict[int, float]:
-    """A measure of the counted runs with a weight at one of their evaluations, by seed."""
-    runs = [row for row in rows if (row["recipe"], row["weight"]) == (recipe, weight) and row["seed"] in SEEDS]
-    return {row["seed"]: row[measure][place] for row in runs}
+def outcome(rows: Sequence[Row], weights: Mapping[str, str], seeds: Sequence[int]) -> str:
+    """Success and tokens before and after training, with 95 % intervals over seeds, as a table in Markdown.
 
+    Args:
+        rows: All runs.
+        weights: The weight of each of the two recipes.
+        seeds: The seeds that count.
+    """
 
-def outcome(rows: Sequence[Row]) -> str:
-    """Success and tokens before and after training, with 95 % intervals over seeds, as a table in Markdown."""
-    (first, second), lines = [(recipe, chosen(rows, recipe)) for recipe in WEIGHTS], []
+    def counted(of: tuple[str, str], measure: str, place: int = -1) -> dict[int, float]:
+        runs = [row for row in rows if (row["recipe"], row["weight"]) == of and row["seed"] in seeds]
+        return {row["seed"]: row[measure][place] for row in runs}
+
+    (first, second), lines = weights.items(), []
     for label, of, place in (
         ("before", first, 0),
         (f"`{first[0]}`, {first[1]} a redundant token", first, -1),
         (f"`{second[0]}`, {second[1]} a token", second, -1),
     ):
-        found = [seed_mean(list(counted(rows, *of, measure, place).values())) for measure in MEASURES]
+        found = [seed_mean(list(counted(of, measure, place).values())) for measure in MEASURES]
         lines.append([label, tables.success(found[0]), length(found[1])])
-    less = [paired_difference(counted(rows, *first, measure), counted(rows, *second, measure)) for measure in MEASURES]
-    assert less[0] is not None and less[1] is not None
-    points = f"{tables.points(less[0].mean)} {tables.interval(less[0].interval)}"
-    lines.append(["the first minus the second, in points", points, length(less[1])])
+    less = [paired_difference(counted(first, measure), counted(second, measure)) for measure in MEASURES]
+    assert less[1] is not None
+    lines.append(["the first minus the second, in points", tables.difference(less[0]), length(less[1])])
     return markdown_table(["", "held-out success, %", "tokens an answer"], lines)
 
 

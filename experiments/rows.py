@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from troll.files import write_atomically
+import troll
+from troll.cli import main as command
+from troll.files import read_json, write_atomically
+from troll.runs.result import commit_of
 
 #: A run: its method, settings and seed, its results, and where it was made.
 Row = Mapping[str, Any]
@@ -21,3 +25,26 @@ def read_rows(path: Path) -> list[Row]:
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes all runs of a file."""
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_once(
+    rows: list[Row], path: Path, run: Row, fields: Sequence[str], folder: Path, results: Callable[[Path], Row]
+) -> None:
+    """Trains unless `rows` has the run, and adds it there and to the file; ends the process if training fails.
+
+    Args:
+        rows: The file's runs, which may get one more.
+        path: The file.
+        run: What tells the run from others, such as its method and its seed.
+        fields: The recipe and the fields of `troll train`.
+        folder: Where the run is written.
+        results: Reads what was measured from the folder.
+    """
+    if any(row.items() >= run.items() for row in rows):
+        return
+    if code := command(["train", *fields, "--output_dir", str(folder)]):
+        sys.exit(code)
+    summary = read_json(folder / "summary.json")
+    made = {"seconds": round(summary["seconds"], 1), "commit": commit_of(Path(troll.__file__).parent)}
+    rows.append({**run, **results(folder), **made, "versions": summary["versions"]})
+    write_rows(path, rows)

@@ -128,7 +128,7 @@ def fast(sections: Sequence[Section]) -> str:
         if rate is None or clips is None:
             continue
         cells = [
-            _difference(paired_difference(section.finals(name, rate), section.finals("clip", rate))) for name in names
+            difference(paired_difference(section.finals(name, rate), section.finals("clip", rate))) for name in names
         ]
         rows.append(
             [
@@ -141,7 +141,7 @@ def fast(sections: Sequence[Section]) -> str:
     by_name = {section.regime: section for section in sections}
     if {"sparse-signal", "sparse-signal-resampled"} <= by_name.keys():
         plain, resampled = by_name["sparse-signal"], by_name["sparse-signal-resampled"]
-        cells = [_difference(paired_difference(plain.lead(name), resampled.lead(name))) for name in names]
+        cells = [difference(paired_difference(plain.lead(name), resampled.lead(name))) for name in names]
         rows.append([f"(a) minus (c){plain.mark or resampled.mark}", "", "", *cells])
     return table(["regime", "learning rate", "clip", *(f"{METHODS[name]} minus clip" for name in names)], rows)
 
@@ -169,7 +169,7 @@ def changes(sections: Mapping[str, Section]) -> str:
     first, second, third = (sections[name] for name in REGIMES)
     others = {letter: other for letter, other in (("b", second), ("c", third)) if other.methods and first.methods}
     rows = [
-        [label, *(_difference(paired_difference(other.finals(name), first.finals(name))) for other in others.values())]
+        [label, *(difference(paired_difference(other.finals(name), first.finals(name))) for other in others.values())]
         for name, label in METHODS.items()
     ]
     head = [f"({letter}) minus (a){other.mark}" for letter, other in others.items()]
@@ -263,9 +263,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def points(difference: float) -> str:
-    """A difference in percentage points."""
-    return f"{100 * difference:+.1f}".replace("-", "−")
+def points(share: float) -> str:
+    """A difference of shares in percentage points."""
+    return f"{100 * share:+.1f}".replace("-", "−")
 
 
 def interval(ends: Interval | None) -> str:
@@ -279,6 +279,11 @@ def success(estimate: SeedMean | None) -> str:
         return NOTHING
     ends = estimate.interval
     return percent(estimate.mean) + (f" [{percent(ends[0])}, {percent(ends[1])}]" if ends else "")
+
+
+def difference(estimate: SeedMean | None) -> str:
+    """A difference in percentage points, with its interval."""
+    return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
 
 
 def p_value(p: float | None) -> str:
@@ -326,7 +331,7 @@ def _share(values: Sequence[float | None]) -> str:
 def _minus(method: Method, base: Method, rate: float) -> str:
     if method is base:
         return ""
-    return _difference(paired_difference(method.by_rate.get(rate, {}), base.by_rate.get(rate, {})))
+    return difference(paired_difference(method.by_rate.get(rate, {}), base.by_rate.get(rate, {})))
 
 
 def _measures(method: Method) -> list[str]:
@@ -348,10 +353,6 @@ def _measures(method: Method) -> list[str]:
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{fmean(known):.3g}" if known else NOTHING
-
-
-def _difference(estimate: SeedMean | None) -> str:
-    return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
 
 
 def _holds(answer: bool | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -37,10 +36,3 @@ def test_forgetful_agent_has_an_empty_memory(asked) -> None:
     found = controls.forgetful(["9 + 4 ="], TRAINER)
     assert asked == [["9 ="], ["+ 4 ="], [" ="]]
     assert len(found["earlier"][0]) == 2
-
-
-def test_page_has_the_table() -> None:
-    found = json.loads(controls.RESULT.read_text())
-    for method in controls.METHODS:
-        assert [len(each) for each in found[method].values()] == [1 if method == controls.CONTROL else 5] * 3
-    assert controls.outcome(found) in (controls.RESULT.parents[1] / "trl.md").read_text()

@@ -17,15 +17,17 @@ TINY += ["--eval_size", "16", "--per_device_train_batch_size", "8", "--per_devic
 
 
 def test_page_has_the_table() -> None:
-    page = (overthinking.RESULT.parents[1] / "estimators.md").read_text()
-    assert overthinking.outcome(read_rows(overthinking.RESULT)) in page
+    page, made = (overthinking.RESULT.parents[1] / "estimators.md").read_text(), read_rows(overthinking.RESULT)
+    weights = {recipe: overthinking.chosen(made, recipe) for recipe in overthinking.WEIGHTS}
+    assert overthinking.outcome(made, weights, overthinking.SEEDS) in page
 
 
 def test_table_has_every_seed_of_both_and_every_weight_was_tried() -> None:
     made = read_rows(overthinking.RESULT)
     for recipe, weights in overthinking.WEIGHTS.items():
-        found = overthinking.counted(made, recipe, overthinking.chosen(made, recipe), "tokens")
-        assert sorted(found) == list(overthinking.SEEDS)
+        counted = (recipe, overthinking.chosen(made, recipe))
+        seeds = {row["seed"] for row in made if (row["recipe"], row["weight"]) == counted}
+        assert seeds == {overthinking.TUNING_SEED, *overthinking.SEEDS}
         tuned = [row for row in made if (row["recipe"], row["seed"]) == (recipe, overthinking.TUNING_SEED)]
         assert {row["weight"] for row in tuned} == {*weights}
 
@@ -43,15 +45,15 @@ def test_weight_is_the_largest_within_the_margin_else_the_smallest(after: tuple[
 
 
 def test_a_run_is_made_once(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(overthinking, "RESULT", tmp_path / "overthinking.jsonl")
+    result = tmp_path / "overthinking.jsonl"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     start = model_path(recipes.load("overthinking", ["--warm_up", json.dumps(WARM_UP)]))
-    made = read_rows(overthinking.RESULT)
+    made = read_rows(result)
     assert made == []
     for _ in range(2):
         for recipe, weights in overthinking.WEIGHTS.items():
-            overthinking.make(made, tmp_path / "runs", start, recipe, weights[0], 7, TINY)
-    assert read_rows(overthinking.RESULT) == made
+            overthinking.make(made, result, tmp_path / "runs", start, recipe, weights[0], 7, TINY)
+    assert read_rows(result) == made
     assert [(row["recipe"], row["weight"]) for row in made] == [
         ("overthinking", "0.1"),
         ("overthinking-length", "0.01"),
