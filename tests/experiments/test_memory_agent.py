@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from experiments import memory_agent as controls
+from experiments.rows import read_rows
 from troll.runs import memory_agent
 from troll.runs.toy_model import character_tokenizer
 
@@ -36,3 +38,14 @@ def test_forgetful_agent_has_an_empty_memory(asked) -> None:
     found = controls.forgetful(["9 + 4 ="], TRAINER)
     assert asked == [["9 ="], ["+ 4 ="], [" ="]]
     assert len(found["earlier"][0]) == 2
+
+
+def test_page_has_the_tables_and_every_run_counts() -> None:
+    rows, page = read_rows(controls.RESULT), (controls.RESULT.parents[1] / "trl.md").read_text()
+    assert controls.conversations_table(rows) in page
+    assert controls.updates_table(rows) in page
+    seeds = Counter(row["method"] for row in rows)
+    updates = [f"{surrogate}, {rate}" for surrogate in controls.SURROGATES for rate in controls.RATES]
+    trained = [*controls.CONVERSATIONS, *map(controls.longer, controls.CONVERSATIONS)]
+    once = {controls.CONTROL, controls.longer(controls.CONTROL)}
+    assert seeds == {method: 1 if method in once else 5 for method in [*trained, *updates]}
