@@ -17,10 +17,10 @@ def success(prompts: list[Any], completions: list[Any], answer: list[str], **col
 
 
 def load(config: TaskConfig, argument: str) -> Task:
-    """The task; what stands after the colon in its name is the length of the lists."""
+    """The task; the argument after the colon in its name is the length of the lists."""
     draw = random.Random(0)
     lists = dict.fromkeys(tuple(draw.sample(range(100), k=int(argument or 5))) for _ in range(10_000))
-    # A list says itself which side it is on: what is held out stays so, for any sizes.
+        # The content of a list determines whether it is held out, so the split is the same for all sizes.
     held_out = [each for each in lists if zlib.crc32(bytes(each)) % 8 == 0]
     learned = [each for each in lists if zlib.crc32(bytes(each)) % 8 != 0]
     return Task(
