@@ -279,7 +279,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def recipe_names() -> list[str]:
-    """As `troll.recipes.names`, which the help cannot call: it must not wait for torch to import."""
+    """The names of the recipes, without `troll.recipes.names`: the help must not wait for torch to import."""
     return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
 
 

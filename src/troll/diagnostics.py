@@ -1,4 +1,4 @@
-"""What the trust region did, beyond the metrics of every step: docs/diagnostics.md says what the numbers mean."""
+"""Measurements of the trust region beyond the metrics of every step: docs/diagnostics.md explains the numbers."""
 
 from troll.trust_region.diagnostics import (
     coverage,

@@ -1,4 +1,4 @@
-"""Files read with errors that name them, files written as a whole or not at all, and folders that are locked."""
+"""Reading files with errors that name them, writing files atomically, and locking folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DICTIONARIES = ("surrogate_kwargs", "critic_kwargs")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a crash leaves either the old one or the new one."""
+    """Writes a file so that a crash leaves either the old or the new content."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Checks at import that a host library has what an adapter needs of it, and says what is missing.
+"""Checks at import that a host library has the methods that an adapter needs, and reports what is missing.
 
-Private methods change between versions. So an adapter does not ask for a version, but for the shape of each method: its
-parameters, and the names that its code uses.
+Private methods change between versions. So an adapter does not check the version, but each method: its parameters, and
+the names that its code uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Needed:
         return f"{self.owner.__name__}{'' if self.name is None else '.' + self.name} ({self.purpose})"
 
     def missing(self) -> Iterator[str]:
-        """Yields a clause for each thing that it lacks; none if all is there."""
+        """Yields a clause for each missing method, parameter or name; nothing if all are there."""
         function: Callable[..., Any] | None = self.owner if self.name is None else getattr(self.owner, self.name, None)
         if function is None:
             yield f"{self.place} is missing"

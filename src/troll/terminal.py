@@ -1,4 +1,4 @@
-"""Shared by all commands: how they run and end, their options' help, their lines, and their errors."""
+"""Code shared by all commands: running and ending, the help of options, output lines, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
 
     Args:
         command: Returns its exit code. It may import packages that are not installed, and may raise UsageError.
-        extras: The extras that bring its packages.
+        extras: The extras of this library that install the packages.
 
     Returns:
         The exit code.
@@ -101,6 +101,6 @@ def one_line(message: object, most: int | None = None) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
-    """The end of an error about an unknown name: the known one that is most like it, or nothing."""
+    """The end of an error about an unknown name: a suggestion of the most similar known name, or nothing."""
     close = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {prefix}{close[0]}?" if close else ""

@@ -1,8 +1,7 @@
-"""Trust regions of Gaussian policies, for continuous actions: the dual of the token case, with torch only.
+"""Trust regions of Gaussian policies, for continuous actions, by the dual of the token case; needs torch only.
 
-A projection takes the policy that the network gives now and the one that acted, and returns a policy inside the trust
-region, through which gradients pass exactly. Use it where the loss would use the network's own policy, and add
-`trust_region_loss`.
+A projection takes the network's current policy and the policy that acted, and returns a policy inside the trust region,
+with an exact gradient. Use the result where the loss would use the network's policy, and add `trust_region_loss`.
 """
 
 from torch.serialization import add_safe_globals

@@ -1,12 +1,12 @@
-r"""KL(τ) of Gaussians, as the dual solver of the token case sees it.
+r"""KL(τ) of Gaussians, for the solver of the token case.
 
-The geometric mixture `q ∝ p^{1−τ} p̃^τ` of two Gaussians is one: `Σ_τ⁻¹ = (1−τ)Σ₀⁻¹ + τΣ⁻¹`. Let a be the eigenvalues of
-`L₀ᵀΣ⁻¹L₀ − I`. In their eigenvectors everything is a sum,
+The geometric mixture `q ∝ p^{1−τ} p̃^τ` of two Gaussians is a Gaussian: `Σ_τ⁻¹ = (1−τ)Σ₀⁻¹ + τΣ⁻¹`. Let a be the
+eigenvalues of `L₀ᵀΣ⁻¹L₀ − I`. In their eigenvectors everything is a sum,
 
     KL(τ) = ½ Σ_i [ log(1 + τa_i) − τa_i/(1 + τa_i) ]  +  ½ Σ_i ( τ b_i/(1 + τa_i) )²
     KL′(τ) = τ σ²,   σ² = ½ Σ_i ( a_i/(1 + τa_i) )²  +  Σ_i b_i²/(1 + τa_i)³ ,
 
-where b is `L₀ᵀΣ⁻¹(μ − μ₀)` in these eigenvectors, or absent, if the means have a bound of their own.
+where b is `L₀ᵀΣ⁻¹(μ − μ₀)` in these eigenvectors, or absent if the means have a separate bound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GaussianCurve:
 
     Args:
         a: Eigenvalues of `L₀ᵀΣ⁻¹L₀ − I`, above −1, (R, d), float64.
-        b: `L₀ᵀΣ⁻¹(μ − μ₀)` in the eigenvectors, (R, d); None where only covariances count.
+        b: `L₀ᵀΣ⁻¹(μ − μ₀)` in the eigenvectors, (R, d); None for the KL of covariances only.
     """
 
     def __init__(self, a: Tensor, b: Tensor | None = None) -> None:

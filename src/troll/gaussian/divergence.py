@@ -1,7 +1,7 @@
 """The divergence of two Gaussians, as a sum of terms that are never negative, and how far apart their means are.
 
-The textbook form `½ [tr(Σ₀⁻¹Σ) − d − log det(Σ₀⁻¹Σ) + ...]` cancels where two policies are close, which is where a
-trust region keeps them. With `X = L₀⁻¹L`, lower triangular,
+The textbook form `½ [tr(Σ₀⁻¹Σ) − d − log det(Σ₀⁻¹Σ) + ...]` cancels where two policies are close, as they are in a
+trust region. With `X = L₀⁻¹L`, lower triangular,
 
     KL(N(μ, Σ) ‖ N(μ₀, Σ₀))  =  ½ Σ_{i>j} X_ij²  +  ½ Σ_i e(log X_ii²)  +  ½ ‖L₀⁻¹(μ − μ₀)‖²,     e(y) = eʸ − 1 − y .
 """

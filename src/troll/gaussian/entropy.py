@@ -13,8 +13,9 @@ from troll.gaussian.policy import Policy, spread_of
 def project_entropy(policy: Policy, minimum: float | Tensor) -> Policy:
     """Raises the entropy of a policy to a minimum, where it is lower: `min_q KL(q ‖ p̃)` subject to `H(q) ≥ β`.
 
-    The solution scales all standard deviations alike, `Σ_q = Σ · exp(2 (β − H)/d)`. Elsewhere nothing changes, not a
-    bit. Apply it before a trust region, which then holds exactly; the entropy may end slightly below its minimum.
+    The solution scales all standard deviations by the same factor, `Σ_q = Σ · exp(2 (β − H)/d)`. Covariances with
+    enough entropy are returned bit for bit. Apply it before the trust region, which then holds exactly; the entropy may
+    end slightly below the minimum.
 
     `β = entropy_of_scale(bound.value, d)` with a `bound` from `troll.bounds.make_bound` is a schedule: "linear" and
     "cosine" move a positive number, here a standard deviation in the units of the actions.

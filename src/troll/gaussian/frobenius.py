@@ -21,15 +21,16 @@ def project_frobenius(
 
         ‖μ_q − μ₀‖² ≤ ε_μ,     ‖Σ_q − Σ₀‖_F² ≤ ε_Σ .
 
-    What is outside moves along the straight line to the old one, by √(ε / squared distance), which is exact:
-    `Σ_q = (1−τ)Σ₀ + τΣ`. Gradients reach the new policy only. Everything is computed in float64.
+    A mean or covariance outside its ball moves along the straight line towards the old one, to τ times its distance
+    with `τ = √(ε / squared distance)`, which is exact: `Σ_q = (1−τ)Σ₀ + τΣ`. Gradients reach the new policy only.
+    Everything is computed in float64.
 
     Args:
         new: The policy to project; means (..., d), covariances one for each state or shared.
         old: A policy of the same kind, dimension and dtype, whose states broadcast with those of `new`.
         mean_bound: ε_μ > 0 in squared units of the actions, a float or a tensor that broadcasts to the states;
             infinity never projects.
-        covariance_bound: ε_Σ > 0 in their fourth power, likewise, for each covariance.
+        covariance_bound: ε_Σ > 0 in the fourth power of the units of the actions, likewise, for each covariance.
 
     Returns:
         The projection. A covariance that the states of both policies share stays one covariance.

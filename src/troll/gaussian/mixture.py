@@ -1,4 +1,4 @@
-r"""The KL projection of Gaussians: means and covariances with bounds of their own, or both with one.
+r"""The KL projection of Gaussians: with separate bounds for means and covariances, or with one bound for both.
 
 As for tokens, the solution lies on the geometric mixture of the old policy p and the new policy p̃, `q ∝ p^{1−τ} p̃^τ`,
 at the root of KL(τ) = ε; and the gradient is that of the mixture at a fixed τ, less its part along the mixture (KKT).
@@ -40,7 +40,7 @@ from troll.gaussian.triangular import covariance_gradient, inner, inverse_root
 def project_kl(
     new: Policy, old: Policy, mean_bound: float | Tensor, covariance_bound: float | Tensor
 ) -> GaussianProjection[Policy]:
-    r"""Projects means and covariances onto KL balls of their own around the old policy.
+    r"""Projects means and covariances separately onto KL balls around the old policy.
 
     KL(q ‖ p) of two Gaussians is a sum of two parts, each with a bound:
 
@@ -234,7 +234,7 @@ class _DiagonalOntoBall(torch.autograd.Function):
 
 
 def _speed(u: Tensor, z: Tensor, covariance: Tensor, squared: Tensor, tau: Tensor) -> Tensor:
-    """dℓ/dτ over dKL/dτ, (N,): what the constraint takes off the gradient at a fixed τ."""
+    """dℓ/dτ divided by dKL/dτ, (N,): the constraint subtracts this multiple of dKL from the gradient at a fixed τ."""
     variance = 0.5 * squared + z.square().sum(-1) / tau.square()
     return ((covariance + (u * z).sum(-1) / tau) / (tau * variance)).nan_to_num(0.0, 0.0, 0.0)
 

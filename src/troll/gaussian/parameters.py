@@ -1,7 +1,7 @@
 """Covariances as parameters of a network, and writing a projected covariance back into them.
 
-The loss sees the projected policy, but what samples the next actions is the network. A mean that depends on the state
-follows its projection only by training; a covariance that all states share is a parameter, and can be set.
+The loss uses the projected policy, but the next actions are sampled from the network. A mean that depends on the state
+can follow its projection only by training; a covariance that all states share is a parameter, and can be set.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def scale_from(parameters: Tensor) -> Tensor:
 def write_back(parameters: Tensor, policy: Gaussian | DiagonalGaussian) -> None:
     """Sets parameters in place so that the network's own covariance is the projected one, to the last few bits.
 
-    Call it after the last update on a batch, with the policy projected once more. Without it, the next rollout's policy
-    is outside the trust region by what the pull has not made up for.
+    Call it after the last update on a batch, with the policy projected once more. Without it, the policy of the next
+    rollout may be outside the trust region, since the pull only moves the network towards the projection.
 
     Args:
-        parameters: What `factor_from`, (..., d, d), or `scale_from`, (..., d), makes the covariance of. The upper
-            triangle of a matrix is left as it is.
+        parameters: The argument of `factor_from`, (..., d, d), or `scale_from`, (..., d), from which the covariance is
+            made. The upper triangle of a matrix does not change.
         policy: The projected policy.
 
     Raises:

@@ -78,9 +78,9 @@ class DiagonalGaussian:
 
 
 def from_distribution(distribution: Distribution) -> Gaussian | DiagonalGaussian:
-    """Reads a policy from torch's distribution; gradients flow through.
+    """Converts a distribution of torch to a policy; gradients flow through.
 
-    torch repeats a covariance that all states share, as a view. It is recognised, and stays one covariance.
+    A covariance that torch expands to all states, as a view, is recognised and stays one covariance.
 
     Args:
         distribution: `MultivariateNormal`, or `Independent(Normal(...), 1)`.

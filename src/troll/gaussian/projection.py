@@ -1,4 +1,4 @@
-"""What a projection returns, and the frame that all projections share: what lies outside its ball is moved onto it."""
+"""The result of a projection, and the code that all projections share: moving what is outside its ball onto it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class GaussianProjection(Generic[Policy]):
     """A policy inside its trust region, for states (...). Covariances have batch dimensions of their own, (c).
 
     Distances are those of the projection that was made: KL in nats, or squared Frobenius or Wasserstein distances in
-    the units of the actions. τ = 1/(1 + η) says how far along the way from the old policy to the new one the projected
-    policy is. `kl_parts(projection.policy, old)` says how far it moved.
+    the units of the actions. τ = 1/(1 + η) is the projected policy's position on the path from the old policy, 0, to
+    the new one, 1. `kl_parts(projection.policy, old)` computes how far it is from the old policy.
 
     Attributes:
-        policy: The projected policy, differentiable. Where nothing was outside its bound, the new policy's own numbers.
+        policy: The projected policy, differentiable; bit for bit the new policy where nothing was outside its bound.
         mean_before: Distance of the new mean from the old one, (...), without gradient.
         covariance_before: Distance of the new covariance from the old one, (c), without gradient.
         mean_multiplier: η of the means' bound, (...); 0 where not projected.
@@ -40,7 +40,7 @@ class GaussianProjection(Generic[Policy]):
 
 
 class Geometry(NamedTuple):
-    """How a projection measures, and how it moves a covariance, all in float64."""
+    """The distances of a kind of projection, and how it moves a covariance onto a ball; all in float64."""
 
     mean_distance: Callable[[Tensor, Tensor], Tensor]
     """From `μ − μ₀`, (..., d), and the old factor or scale, to (...)."""
@@ -58,7 +58,7 @@ def separately(
     covariance_bound: float | Tensor,
     geometry: Geometry,
 ) -> GaussianProjection[Policy]:
-    """Projects means and covariances, each onto a ball of their own."""
+    """Projects means and covariances onto separate balls."""
     check_pair(new, old)
     old_spread = spread_of(old).detach()
     mean, mean_before, mean_tau, mean_outside = _shrunk(

@@ -1,4 +1,4 @@
-"""The pull: the term of the loss that moves the network itself, where a projection bounds only what the loss sees."""
+"""The pull: the term of the loss that moves the network itself towards its projection."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from troll.gaussian.projection import GaussianProjection
 def trust_region_loss(new: Policy, projection: GaussianProjection[Policy]) -> Tensor:
     """KL(p̃ ‖ ⌊q⌋) at every state, (...), in nats: 0, with a gradient of 0, where nothing is projected.
 
-    ⌊·⌋ stops the gradient. Add its mean over states to the loss, with a weight. For a covariance that all states
-    share, each state has the whole of its pull, so that the mean has it once.
+    ⌊·⌋ stops the gradient. Add the mean over states to the loss, with a weight. If all states share a covariance, its
+    pull is in the term of every state, so that the mean contains it once.
 
     Args:
         new: p̃, the policy that was projected; means (..., d).
-        projection: What became of it.
+        projection: The projection of p̃.
 
     Raises:
         ValueError: If the two do not fit.

@@ -1,4 +1,4 @@
-"""Lower-triangular factors: how to get one, and what a gradient with respect to one says about the covariance."""
+"""Lower-triangular factors: computing one, and converting a gradient with respect to one to that of the covariance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lower_root(root: Tensor) -> tuple[Tensor, Tensor]:
 def covariance_gradient(factor: Tensor, grad: Tensor) -> Tensor:
     """`Q = Lᵀ (∂ℓ/∂Σ) L`, symmetric, from L and `∂ℓ/∂L`, (..., d, d), where `Σ = L Lᵀ`.
 
-    It is the adjoint of the Cholesky decomposition, of which it leaves out both inverses: most uses cancel them.
+    It is the adjoint of the Cholesky decomposition without its two inverses, which cancel in most uses.
     """
     below = (factor.mT @ grad).tril()
     return 0.5 * (below + below.tril(-1).mT)

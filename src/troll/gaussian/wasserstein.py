@@ -28,9 +28,9 @@ def project_wasserstein(
 
         ‖μ_q − μ₀‖² ≤ ε_μ,     W₂²(Σ_q, Σ₀) = tr(Σ_q + Σ₀ − 2 (Σ₀^½ Σ_q Σ₀^½)^½) ≤ ε_Σ .
 
-    What is outside moves along the geodesic to the old one, by √(ε / W₂²). No point of the ball is nearer to the new
-    policy, by the triangle inequality, so this is exact; covariances need not commute. Gradients reach the new
-    policy only. Everything is computed in float64.
+    A mean or covariance outside its ball moves along the geodesic towards the old one, to √(ε / W₂²) times its
+    distance. By the triangle inequality no point of the ball is nearer to the new policy, so this is exact; covariances
+    need not commute. Gradients reach the new policy only. Everything is computed in float64.
 
     Args:
         new: The policy to project; means (..., d), covariances one for each state or shared.
@@ -100,7 +100,7 @@ class _FullOntoBall(torch.autograd.Function):
         old, way, rotation, vectors, values, factor, turn, distance, tau = ctx.saved_tensors
         # With respect to the root F = L₀ + τ(C − L₀) of the projected covariance, whose factor is F · turn.
         root = torch.linalg.solve_triangular(factor.mT, 2 * covariance_gradient(factor, grad), upper=True) @ turn.mT
-        # The bound takes the part along the geodesic off.
+        # The bound removes the part along the geodesic.
         aligned = tau[:, None, None] * (root - (inner(root, way) / distance)[:, None, None] * way)
         # C = L O also turns with L, by a skew matrix Ω that keeps K = L₀ᵀC symmetric: KΩ + ΩK = Eᵀ − E, E = L₀ᵀ dL O.
         # Only what is tangential to the ball turns: `way` itself is at its least over all O.

@@ -1,7 +1,7 @@
 """The mathematics of TROLL: needs only torch, and imports nothing else of the project. Begin with `projection`.
 
 projection      the problem, and the gradient of its solution
-dual            its one unknown for each token: Newton's method, and the paper's search
+dual            the multiplier of each token: Newton's method, and the paper's search
 constraint      tokens that share one multiplier
 step            one optimisation step: the new policy is read, projected, and reduced to a few numbers per token
 loss            the loss of these numbers

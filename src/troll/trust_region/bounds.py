@@ -1,6 +1,6 @@
-"""How ε (`kl_bound`) varies over training: fixed, annealed, by the age of a rollout, or adaptive.
+"""Schedules of ε (`kl_bound`) over training: fixed, annealed, by the age of a rollout, or adaptive.
 
-`token_bounds` varies it over a batch.
+`token_bounds` has bounds that differ between the tokens of a batch.
 
 A `Bound` is plain Python: the same numbers give the same `value` on every process, and its state is JSON. To add a
 kind, write a class and name it in `BOUNDS`.
@@ -23,7 +23,7 @@ CONTROLLED_RANGE = (1e-3, 1.0)
 
 @dataclass(frozen=True)
 class BoundStatistics:
-    """What the trust region did in one optimiser step, over the tokens of all its micro-batches and processes.
+    """Measurements of the trust region in one optimiser step, over the tokens of all its micro-batches and processes.
 
     Attributes:
         projected_fraction: The fraction of tokens that were projected, in [0, 1].
@@ -64,14 +64,14 @@ class Bound(ABC):
 
         Args:
             step: How many steps have been made, this one included.
-            statistics: What the trust region did in it.
+            statistics: Measurements of the trust region in this step.
         """
 
     def set_age(self, updates: int) -> None:  # noqa: B027 (most bounds do not depend on it)
-        """Says how old the rollout of the next step is; call it before every optimiser step, as with `update`.
+        """Sets the age of the rollout of the next step; call it before every optimiser step, on all processes.
 
         Args:
-            updates: The optimiser steps that were made since the network was what sampled the rollout, at least 0.
+            updates: The number of optimiser steps since the rollout was sampled, at least 0.
         """
 
     def state_dict(self) -> dict[str, float | int | str]:
@@ -162,7 +162,7 @@ class Linear(Bound):
 
 
 class Cosine(Linear):
-    """As `Linear`, but along half a cosine: slowly at both ends."""
+    """Moves ε from `kl_bound` to `end` along half a cosine, slowly at both ends; arguments as for `Linear`."""
 
     kind = "cosine"
 
@@ -174,8 +174,7 @@ class Cosine(Linear):
 class ByAge(Linear):
     """Moves ε in a straight line from `kl_bound` for fresh rollouts to `end` for those of age `steps`, and older ones.
 
-    The age counts optimiser steps, as `set_age` does: those between sampling and the rollout's first step, if it was
-    made by older weights, and those made with the rollout itself.
+    The age is the number of optimiser steps since the rollout was sampled, including those made with the rollout.
 
     Args:
         kl_bound: ε at age 0, finite, in nats.
@@ -198,7 +197,7 @@ class ByAge(Linear):
         """Changes nothing."""
 
     def set_age(self, updates: int) -> None:
-        """Moves on, or back, to an age."""
+        """Sets the age, which may also fall, when a new rollout begins."""
         self._step = updates
 
 
@@ -273,7 +272,7 @@ class Controller(Bound):
         self._measured = self._smoothing * self._measured + (1 - self._smoothing) * measurement
         self._weight = self._smoothing * self._weight + (1 - self._smoothing)
         error = min(max(self._measured / self._weight / self._target - 1, -1.0), 1.0)
-        # The integral is ε itself, so a limit stops it: nothing winds up behind it.
+        # ε itself is the integral, so limiting ε also limits the integral: no wind-up.
         self._value = _clamped(self._value * math.exp(self._sign * self._rate * error), self._limits)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -294,8 +293,8 @@ class HoldProjectedFraction(Controller):
 class HoldKL(Controller):
     """Holds the network's mean KL(p̃ ‖ p) at `target`, in nats: lowers ε while it is larger. See `Controller`.
 
-    ε bounds q, and the network only follows q: a mean KL above what the network reaches without a bound is out of
-    reach, and ε then ends at a limit.
+    ε bounds q, and the network only follows q. A target above the KL that the network reaches without a bound cannot be
+    met; ε then ends at a limit.
     """
 
     kind = "hold_kl"

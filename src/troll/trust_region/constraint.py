@@ -1,4 +1,4 @@
-"""Which tokens share one multiplier: those of a sequence, or of a batch that may span processes.
+"""Groups of tokens that share one multiplier: a sequence, or a batch that may span processes.
 
 The tokens of a group share one τ, and one bound on the weighted sum of their divergences: docs/method.md derives the
 projection and its gradient. Without a constraint every token has a multiplier of its own.
@@ -27,7 +27,7 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 @dataclass(frozen=True, eq=False)
 class Constraint:
-    """Which tokens share one multiplier, and the weights with which their KL adds up: `Σ w KL(q ‖ p) ≤ ε`.
+    """Groups of tokens that share one multiplier, and the weights w of their sum: `Σ w KL(q ‖ p) ≤ ε`.
 
     ε of a group is the mean of its tokens' `kl_bound`, with the same weights. A token of weight 0 is projected with the
     τ of its group, but does not influence it.
@@ -96,8 +96,8 @@ class Constraint:
         """The constraint on the token positions `shape`, flattened.
 
         Raises:
-            ValueError: If the constraint is for others, a group is outside [0, groups), or a weight is below 0 or not
-                finite.
+            ValueError: If the constraint is for other positions, a group is outside [0, groups), or a weight is below 0
+                or not finite.
         """
         if self.group.shape != shape:
             raise ValueError(
@@ -112,7 +112,7 @@ class Constraint:
         return dataclasses.replace(self, group=self.group.reshape(-1), weight=self.weight.reshape(-1))
 
     def narrowed(self, groups: Tensor) -> tuple[Tensor, Constraint]:
-        """Keeps some of the groups of a constraint on (N,) tokens, and numbers them anew.
+        """Keeps some of the groups of a constraint on (N,) tokens, and renumbers them.
 
         Args:
             groups: The groups to keep, (G',) int64, ascending.
@@ -133,13 +133,16 @@ class Constraint:
         return _over_processes(sums, self.process_group)
 
     def weighted_total(self, *values: Tensor) -> Tensor:
-        """As `total`, with each token's weight; values of weight 0 do not matter, NaN included."""
+        """Weighted sums of k quantities of (N,) tokens over each group and over processes, in float64, (k, groups).
+
+        Values of weight 0 do not matter, NaN included.
+        """
         counts, weight = self.weight > 0, self.weight.double()
         return self.total(*(torch.where(counts, weight * value, 0.0) for value in values))
 
 
 class SharedCurve(TokenCurve):
-    """A curve of groups: `Σ w KL(τ)` over the tokens of each, for a constraint on (N,) tokens."""
+    """The curve `Σ w KL(τ)` over the tokens of each group, for a constraint on (N,) tokens."""
 
     def __init__(self, log_p: Tensor, s: Tensor, constraint: Constraint) -> None:
         super().__init__(log_p, s)

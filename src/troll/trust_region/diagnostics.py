@@ -1,4 +1,4 @@
-"""What the trust region did, beyond the metrics of every step: docs/diagnostics.md explains the numbers.
+"""Measurements of the trust region beyond the metrics of every step: docs/diagnostics.md explains the numbers.
 
 These are pure functions without gradient, to be called once in many steps. The reports return a `Tally` of 0-d tensors,
 which adds up across micro-batches and processes. Values outside the mask do not matter, NaN included, and tokens whose
@@ -25,11 +25,11 @@ from troll.trust_region.step import TAILS, Tail, common_outcomes, pull_to_old
 
 @torch.no_grad()
 def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
-    """How far the update has moved whole sequences: KL(p ‖ p̃), estimated on sequences that the old policy sampled.
+    """Estimates KL(p ‖ p̃) between the policies' whole sequences, on sequences that the old policy sampled.
 
-    By the chain rule it is `E[Σ_t KL(p_t ‖ p̃_t)]` over prefixes sampled from the old policy, so all three estimates
-    are unbiased; `sequence_kl` has the least variance, as it is the mean of either of the others over the next token
-    given the prefix. KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
+    By the chain rule this KL is `E[Σ_t KL(p_t ‖ p̃_t)]` over prefixes sampled from the old policy, so all three
+    estimates are unbiased; `sequence_kl` has the least variance, as it is the mean of either of the others over the
+    next token given the prefix. KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
 
     Args:
         token_kl: KL(p ‖ p̃), (B, T), in nats, from [old_to_new_kl][troll.diagnostics.old_to_new_kl]. On K + 1 outcomes
@@ -68,16 +68,17 @@ class TailGap(NamedTuple):
 
 @torch.no_grad()
 def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailGap:
-    """By how much KL(p̃ ‖ p) over the vocabulary exceeds that over the K + 1 outcomes, on a sample of tokens.
+    """Computes by how much KL(p̃ ‖ p) over the vocabulary exceeds that over the K + 1 outcomes, on a sample of tokens.
 
     By the chain rule, `KL_full = KL_bucket + p̃(T) · KL(p̃(·|T) ‖ p(·|T))` with the tail T. The last term is computed
-    itself, since the difference of the other two would cancel. Probabilities are floored at f = 1e-12, as by `project`.
+    directly, since the difference of the other two would cancel. Probabilities are floored at f = 1e-12, as by
+    `project`.
 
     The bound holds for any logits. Let a, b be the tails' masses once floored and normalised by Z. The gap is
-    `Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)`. No term of the first sum is above 0, and `p ≥ f/Z` in the second, so the gap is
-    at most `a log(bZ/f)`. With n tokens in the tail and masses ã, b̃ before flooring, `a ≤ ã + nf` and `bZ ≤ b̃ + nf`,
-    so it is at most `(ã + nf) log(b̃/f + n)`. It comes close where the new policy puts its whole tail on one token
-    that the old one all but excludes.
+    `Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)`. No term of the first sum is above 0, and `p ≥ f/Z` in the second, so the gap
+    is at most `a log(bZ/f)`. With n tokens in the tail and masses ã, b̃ before flooring, `a ≤ ã + nf` and
+    `bZ ≤ b̃ + nf`, so it is at most `(ã + nf) log(b̃/f + n)`. The gap comes close to this bound if the new policy's
+    whole tail is one token that the old policy nearly excludes.
 
     Args:
         new_logits: (..., V), the network's logits now.
@@ -114,7 +115,7 @@ def outside_support(old: SparsePolicy) -> Tensor:
 
 @torch.no_grad()
 def tail_report(gap: TailGap, mask: Tensor) -> Tally:
-    """How much of KL(p̃ ‖ p) the K + 1 outcomes do not see.
+    """Reports the part of KL(p̃ ‖ p) that is missed on the K + 1 outcomes.
 
     Args:
         gap: From [tail_gap][troll.diagnostics.tail_gap], (...).
@@ -139,8 +140,8 @@ def old_to_new_kl(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket"
     """KL(p ‖ p̃) over the outcomes that the step compares, in nats; both policies floored at 1e-12.
 
     Args:
-        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] as the step reads it: of the old policy's tokens, which
-            with "floor" the new policy's own follow.
+        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] at the tokens that the step reads: the old policy's,
+            followed, with "floor", by those of the new policy's support.
         old: p, at the same positions.
         tail: "bucket" or "floor", as in the step.
 
@@ -164,9 +165,9 @@ def dual_report(
     solver: str = "newton",
     constraint: Constraint | None = None,
 ) -> Tally:
-    """Solves the dual problem once more, and says how hard it was.
+    """Solves the dual problem again, and reports how hard it was.
 
-    A root is one token's that is projected, or one group's, where tokens share a constraint; σ² and KL are then its
+    There is one root for each projected token or, with a constraint, for each projected group; σ² and KL of a group are
     weighted sums.
 
     Args:
@@ -176,12 +177,13 @@ def dual_report(
         kl_bound: ε, in nats, as in the step; so are `tail` and `solver`.
         tail: "bucket" or "floor".
         solver: "newton" or "bracket".
-        constraint: Which tokens share a multiplier, as in the step; if it spans processes, all of them take part.
+        constraint: Groups of tokens that share a multiplier, as in the step; if it spans processes, all of them must
+            call this function.
 
     Returns:
-        Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the roots for which Newton's method
-        needed help; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (`d log KL/d log τ = τ²σ²/KL`), each with
-        `_min` and `_p50` (of each call, averaged over calls); and `constraint_error_max`, the largest
+        Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the share of roots at which a bisection
+        replaced a Newton step; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (`d log KL/d log τ = τ²σ²/KL`),
+        each with `_min` and `_p50` (of each call, averaged over calls); and `constraint_error_max`, the largest
         `|KL(q ‖ p)/ε − 1|`.
 
     Raises:
@@ -219,7 +221,7 @@ def dual_report(
 
 @torch.no_grad()
 def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2) -> Tally:
-    """The ratio r = p̃/p of the sampled tokens, and how often PPO's clip would have cut it.
+    """Reports the ratio r = p̃/p of the sampled tokens, and how often PPO's clip would have acted on it.
 
     Args:
         log_ratio: `log p̃ − log p`, (...), of the network itself, not of its projection.
@@ -229,7 +231,7 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
 
     Returns:
         `ratio_p1`, `ratio_p50`, `ratio_p99` (of each call, averaged over calls), `ratio_max`; and `clip_fraction`, the
-        fraction of tokens whose gradient a clip would have cut: `A > 0` and `r > 1 + c`, or `A < 0` and
+        fraction of tokens whose gradient a clip would have set to zero: `A > 0` and `r > 1 + c`, or `A < 0` and
         `r < 1 − c`.
 
     Raises:
@@ -253,7 +255,7 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
 
 @torch.no_grad()
 def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
-    """How much of the old policy's mass its support holds.
+    """Reports how much of the old policy's mass is on its support.
 
     Args:
         old: The old policy as captured, at the positions of the mask.
@@ -275,16 +277,17 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
 
 
 def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, setting: str = "top_k") -> str | None:
-    """A warning for users if K is too small for the distributions, as it is for flat ones; else None.
+    """The text of a warning if K is too small for the distributions, or None.
 
     The bucket does not see changes within the tail, and the share of KL(p̃ ‖ p) that it misses is usually about the
-    tail's mass: docs/diagnostics.md has figures. A mass above δ says little: most tokens of a small model have it.
+    tail's mass: docs/diagnostics.md has figures. A tail above δ is no reason for a warning: most tokens of a small
+    model have one.
 
     Args:
         tail_mass: The mean mass outside the support, in [0, 1]: `1 − covered_mass` of
             [coverage][troll.diagnostics.coverage].
         top_k: K of the capture.
-        threshold: The largest mass that is fine, in [0, 1).
+        threshold: The largest mass without a warning, in [0, 1).
         setting: The name of the setting by which users get a larger K; the warning names it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The dual problem: one monotone scalar root for each token, or for each group of tokens that share it.
+"""The dual problem: the root of a monotone scalar function, for each token or each group of tokens that share one.
 
 The projected policy is `q ∝ p e^{τ s}` with `s = log p̃ − log p` and `τ = 1/(1 + η) ∈ (0, 1)`. Its divergence
 `KL(τ) = KL(q ‖ p)` grows from 0 at `τ = 0` to `KL(p̃ ‖ p)` at `τ = 1`, and a solver finds where it meets the
@@ -21,7 +21,7 @@ BRACKET_RANGE = (1e-7, 1e2)
 BRACKET_POINTS = 8
 BRACKET_ROUNDS = 20
 
-#: A guard only: `newton` needs 3 to 5 evaluations in the median, and at worst 13 were seen.
+#: A safety limit: `newton` needs 3 to 5 evaluations in the median, and 13 in the worst case seen.
 MAX_EVALUATIONS = 64
 
 
@@ -86,9 +86,9 @@ def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
 
 
 class Curve(Protocol):
-    """KL(τ) of R roots, as a solver sees it.
+    """The function KL(τ) of R roots, the interface between a problem and a solver.
 
-    A solver narrows its curve, in place, to the roots that it still looks for, so a curve serves only once.
+    A solver narrows its curve, in place, to the roots that it has not found yet, so a curve can be used only once.
     """
 
     def at(self, tau: Tensor) -> Moments:
@@ -150,10 +150,10 @@ def tolerance(dtype: torch.dtype) -> float:
 def newton(curve: Curve, kl_bound: Tensor) -> Root:
     """Safeguarded Newton iteration on `log KL(τ) = log ε`.
 
-    Near-deterministic policies make KL(τ) look like a step, and neither plain Newton in τ nor in log τ survives that.
-    From below the root, log KL is usually concave in τ and the step is taken in τ; from above, in log τ. Where a step
-    leaves the bracket, or has not halved `|log KL − log ε|`, the bracket is bisected: convergence is certain.
-    Roots that have converged drop out of the computation.
+    With near-deterministic policies KL(τ) is nearly a step, where plain Newton fails both in τ and in log τ. From below
+    the root, log KL is usually concave in τ and the step is taken in τ; from above, in log τ. If a step leaves the
+    bracket, or has not halved `|log KL − log ε|`, the bracket is bisected, so the iteration always converges. Roots
+    that have converged drop out of the computation.
 
     Args:
         curve: KL(τ) of R roots.
@@ -195,7 +195,7 @@ def newton(curve: Curve, kl_bound: Tensor) -> Root:
 
 
 def _first_guess(curve: Curve, kl_bound: Tensor) -> Tensor:
-    # Three cheap estimates, each good somewhere: the parabola of KL at τ = 0, the tangent of log KL over log τ at
+    # Three cheap estimates, each good in some cases: the parabola of KL at τ = 0, the tangent of log KL over log τ at
     # τ = 1, and the parabola through KL(1). Their median is never the worst one.
     at_one = curve.at(torch.ones_like(kl_bound))
     from_zero = torch.sqrt(2 * kl_bound / curve.variance_at_zero()).clamp(max=1)
@@ -208,8 +208,8 @@ def bracket(curve: Curve, kl_bound: Tensor) -> Root:
     """The paper's n-ary bracketing of the multiplier, kept as the reference and for comparison.
 
     Each round evaluates 8 values of η, equally spaced on a log scale, and keeps the interval that holds the root; at
-    most 20 rounds, `η ∈ [1e-7, 1e2]`. Returns the feasible end (KL ≤ ε), except where `η = 1e2` is not enough: it
-    is then returned, and the bound is missed. Arguments as for `newton`.
+    most 20 rounds, `η ∈ [1e-7, 1e2]`. Returns the feasible end (KL ≤ ε) of the interval. If even `η = 1e2` does not
+    meet the bound, it returns that η. Arguments as for `newton`.
     """
     low = torch.full_like(kl_bound, BRACKET_RANGE[0]).log()
     high = torch.full_like(kl_bound, BRACKET_RANGE[1]).log()

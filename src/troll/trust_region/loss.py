@@ -28,12 +28,12 @@ def troll_loss(
     max_length: int | None = None,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise, `−q(o)/p(o) · A + α · pull`, aggregated over the tokens, and metrics.
+    """Computes the loss to minimise, `−q(o)/p(o) · A + α · pull`, aggregated over the tokens, and metrics.
 
-    The pull is the step's: KL(p̃ ‖ ⌊q⌋), where ⌊q⌋ is q without gradient, or KL(p ‖ p̃) at every token.
+    The pull is `step.regression`: KL(p̃ ‖ ⌊q⌋), where ⌊q⌋ is q without gradient, or KL(p ‖ p̃) at every token.
 
     Args:
-        step: What [trust_region_step][troll.trust_region_step] returned for (B, T) tokens.
+        step: The result of [trust_region_step][troll.trust_region_step] for (B, T) tokens.
         advantages: A: (B,), one per sequence, or (B, T).
         mask: (B, T), true (or 1) where a token counts. Values elsewhere do not matter, NaN included.
         regression_weight: α ≥ 0, the weight of the pull; with 0 there is only the projected ratio.
@@ -45,7 +45,7 @@ def troll_loss(
             None for the tokens of the mask.
 
     Returns:
-        The loss, a scalar, and metrics of the trust region by name, 0-d tensors. Nothing waits for the device.
+        The loss, a scalar, and metrics of the trust region by name, 0-d tensors. There is no host sync.
 
     Raises:
         ValueError: If shapes do not fit, a name is unknown, α < 0, or `max_length` or `num_tokens` is missing or not

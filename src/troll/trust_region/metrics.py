@@ -62,7 +62,7 @@ class Tally:
 
 
 def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
-    """What the trust region did with the tokens (...) of a mask; `values(empty=0.0)` makes the metrics of it.
+    """The metrics of a step over the tokens (...) of a mask; `values(empty=0.0)` returns the numbers to log.
 
     Returns:
         The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`

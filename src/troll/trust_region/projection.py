@@ -8,8 +8,8 @@ Where `KL(p̃ ‖ p) ≤ ε`, the new policy is its own projection. Elsewhere q 
 
     log q  =  log p + τ s − A(τ),     s = log p̃ − log p,     A(τ) = log Σ p e^{τ s},     τ = 1/(1 + η),
 
-at the one τ in (0, 1) where `KL(q ‖ p) = ε`: a root, which `dual` finds. Nothing is differentiated through the solver.
-The conditions of Karush, Kuhn and Tucker give the gradient: see [project][troll.project].
+at the one τ in (0, 1) where `KL(q ‖ p) = ε`; `dual` finds this root. The solver is not differentiated: the gradient
+follows from the conditions of Karush, Kuhn and Tucker, see [project][troll.project].
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from troll.trust_region.probabilities import as_float, divergence, floored
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What [project][troll.project] returns, for token positions (...).
+    """The result of [project][troll.project], for token positions (...).
 
-    Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are their group's.
-    One that is no distribution, unless its weight is 0, makes the whole group's `log_probs` and `kl_after` NaN.
+    Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are those of their
+    group. If a token of positive weight is no distribution, `log_probs` and `kl_after` of the whole group are NaN.
 
     Attributes:
         log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
-            on absent outcomes. Where nothing was projected, the new policy's own log-probabilities.
+            on absent outcomes. Where not projected, the log-probabilities of the new policy.
         multiplier: η, (...); 0 where not projected.
         kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
         kl_after: KL(q ‖ p), (...), in nats.
@@ -83,8 +83,8 @@ def project(
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). Infinity never projects. In float32 the
             bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller bounds.
         solver: "newton", or "bracket", the paper's search, which reaches only ε ≥ 0.01.
-        constraint: Which of the tokens (...) share one η and one bound, the weighted mean of their bounds; None gives
-            each token its own.
+        constraint: Groups of the tokens (...) that share one η and one bound, the weighted mean of their bounds; None
+            gives each token its own.
 
     Raises:
         ValueError: If shapes do not fit, ε ≤ 0 or NaN, or the solver is unknown.
@@ -107,7 +107,7 @@ def project(
     shape = new.shape[:-1]
     outcomes = CommonOutcomes(floored(new, present), floored(old, present), present)
     found = project_tokens(outcomes, new.new_zeros(shape), kl_bound, solver, constraint)
-    # Where nothing is projected, nothing is floored either.
+    # Tokens that are not projected are not floored either.
     new = torch.where(found.broken.unsqueeze(-1), torch.nan, new.reshape(-1, new.shape[-1]))
     return Projection(
         new.index_copy(0, found.row_index, found.log_q).view(*shape, new.shape[-1]),
@@ -140,7 +140,7 @@ class TokenProjection(NamedTuple):
     row_index: Tensor
     """The indices of the projected tokens, (N',)."""
     broken: Tensor
-    """(N,) bool: the tokens without a projection, since they, or others of their group, are no distributions."""
+    """(N,) bool: the tokens without a projection, because they or others of their group are no distributions."""
     multiplier: Tensor
     kl_before: Tensor
     kl_after: Tensor
@@ -181,7 +181,7 @@ def project_tokens(
     multiplier = torch.zeros_like(kl_before)
     iterations = torch.zeros_like(kl_before, dtype=torch.int64)
     log_q = new[row_index]
-    # Asks for roots, not for tokens: a process without tokens outside must still join the sums of a shared constraint.
+    # If there are roots, not tokens: a process without tokens outside must still join the sums of a shared constraint.
     if outside.root_bound.numel():
         log_q, ratio, tau, kl, evaluations = _OntoBall.apply(
             log_q, old[row_index], s[row_index], sampled_s[row_index], outside, solver
@@ -195,7 +195,7 @@ def project_tokens(
 def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, log_probs: Tensor) -> Tensor:
     """ε at the token positions `shape`, without gradient, in the dtype and on the device of `log_probs`.
 
-    It does not wait for a GPU: a bound there that is not above 0 becomes NaN.
+    There is no host sync: a bound on a GPU that is not above 0 becomes NaN.
 
     Raises:
         ValueError: On ε ≤ 0 or NaN, or a tensor that does not broadcast.
@@ -240,7 +240,7 @@ def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None
     if constraint is None:
         row_index = (kl_before > bound).nonzero().squeeze(-1)
         return OutsideBall(row_index, bound[row_index], None, kl_before.isnan())
-    # Decided on sums over all processes, so that all decide the same.
+    # From sums over all processes, so that all processes get the same groups.
     kl, weighted_bound, weight = constraint.weighted_total(kl_before, bound, torch.ones_like(bound))
     group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
     groups = (kl > group_bound).nonzero().squeeze(-1)

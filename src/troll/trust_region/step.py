@@ -42,17 +42,18 @@ class TrustRegionStep:
 
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
-        regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋) with ⌊q⌋ the projection without its gradient, 0 where not
-            projected; or, if it is proximal, KL(p ‖ p̃).
-            Where the old policy is truncated, that on the kept set, and that of the kept set's mass.
-        log_prob: log p̃(o) of the sampled token, by the network itself, differentiable.
-        kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
+        regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋), where ⌊q⌋ is the projection without gradient (0 where not
+            projected); or, with the proximal pull, KL(p ‖ p̃). With a truncated old policy, the sum of the pull on the
+            kept set and the pull of the kept set's mass.
+        log_prob: log p̃(o) of the sampled token under the network's policy, differentiable.
+        kl_before: KL(p̃ ‖ p). Where the logits are no distribution this is NaN, like all other fields except
+            `projected`.
         kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
             bound is on their weighted sum.
         multiplier: η; 0 where not projected.
         projected: bool, true where q differs from p̃.
-        entropy: The entropy of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
-            Where the old policy is truncated, that of the new policy on the kept set.
+        entropy: The entropy of p̃ over the whole vocabulary or, with a truncated old policy, on the kept set,
+            differentiable; None unless it was requested.
         kept_log_mass: log p̃(S), the new policy's mass on the kept set, differentiable; None unless the old policy is
             truncated.
     """
@@ -79,18 +80,19 @@ def trust_region_step(
     pull: Pull = "projection",
     entropy: bool = False,
 ) -> TrustRegionStep:
-    """The trust region of one optimisation step: each sampled token's ratio, and the pull.
+    """Computes the ratio of each sampled token, and the pull, for one optimisation step.
 
     Use `step.log_ratio` where a trainer would use the difference of log-probabilities, switch the clip off, and add
     `regression_weight * step.regression`; [troll_loss][troll.troll_loss] does all three.
 
-    Where the old policy is truncated, both are restricted to its tokens and renormalised, as the sampler's was. Their
-    mass is held by the pull only, as if these tokens and all others were two outcomes with a bound of their own.
+    With a truncated old policy, both policies are restricted to its tokens and renormalised, as for sampling. Only the
+    pull limits the new policy's mass on these tokens, as if they and all others were two outcomes with a separate
+    bound.
 
     With `tail="bucket"`, the ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and
-    renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, even for a
-    token below the floor. With "floor", every token outside the two supports has probability 1e-12 in both policies,
-    and everything is computed from these, ratios included.
+    renormalised outcomes, and s_o from both policies' raw log-probabilities: so the ratio is continuous at KL = ε, even
+    for a token below the floor. With "floor", every token outside the two supports has probability 1e-12 in both
+    policies, and everything, including the ratio, is computed from these distributions.
 
     Args:
         source: The new policy: logits (..., V), aligned with the tokens and divided by the sampling temperature; or any
@@ -99,14 +101,15 @@ def trust_region_step(
         old: The old policy, (...), as captured.
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See [project][troll.project].
         tail: "bucket" makes the tail one more outcome with its exact mass. "floor" follows the paper's code: every
-            token outside both policies' supports has probability 1e-12. It is meant for comparisons, waits for the
-            device, and warns where it sees divergences that do not exist.
+            token outside both policies' supports has probability 1e-12. It is meant for comparisons, needs host syncs,
+            and warns where so much mass is outside that it computes divergences that do not exist.
         solver: "newton", or "bracket", the paper's search.
-        constraint: Which of the tokens (...) share one multiplier and one bound; None gives each token its own.
-        pull: What `step.regression` is: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only; or
-            "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With a bound of infinity
-            nothing is projected, and the latter is a KL penalty.
-        entropy: Whether the step's `entropy` is computed. A policy that has been read brings its own, or none.
+        constraint: Groups of the tokens (...) that share one multiplier and one bound; None gives each token its own.
+        pull: The form of `step.regression`: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only;
+            or "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With an infinite
+            bound nothing is projected, and the proximal pull is a KL penalty.
+        entropy: Whether the step's `entropy` is computed. It is ignored for a policy that has been read, which has an
+            entropy or none.
 
     Raises:
         ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
@@ -160,7 +163,7 @@ def trust_region_step(
 
 
 def _tokens_to_read(source: LogitsSource, old: SparsePolicy, tail: Tail) -> Tensor:
-    """The old policy's tokens, (..., K'); for "floor", those that a capture of the new policy would keep follow."""
+    """The old policy's tokens, (..., K'), followed, for "floor", by those that a capture of the new policy keeps."""
     old.check_positions(source.shape)
     if source.vocabulary.size != old.vocab_size:
         raise ValueError(f"source must have the old policy's {old.vocab_size} tokens, got {source.vocabulary.size}")
@@ -180,8 +183,8 @@ def pull_to_projection(outcomes: CommonOutcomes, found: TokenProjection) -> Tens
 
 
 def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
-    """KL(p ‖ p̃), (...), differentiable in p̃: its gradient in the logits is `p̃ − p`, and acts at every token."""
-    # An old policy of NaN, as padding may have it, gives NaN, but no gradient: 0 times NaN would reach all weights.
+    """KL(p ‖ p̃), (...), differentiable in p̃: the gradient with respect to the logits is `p̃ − p`, at every token."""
+    # An old policy of NaN, for example at padding, gives NaN without gradient: 0 times NaN would reach all weights.
     known = ~outcomes.old.isnan().any(-1)
     apart = torch.where(outcomes.present & known.unsqueeze(-1), outcomes.old - outcomes.new, 0.0)
     return torch.where(known, divergence(apart, outcomes.new), torch.nan)
@@ -213,7 +216,7 @@ def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucke
 
 
 def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparsePolicy:
-    """The old policy on the new one's slots: with "floor", these are more than its own, and it has no mass there.
+    """The old policy on the new policy's slots, which with "floor" include further ones, where the old has no mass.
 
     Raises:
         ValueError: If the new policy was read at other tokens, or a truncated policy meets "floor".

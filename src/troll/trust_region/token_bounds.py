@@ -1,4 +1,4 @@
-"""How ε (`kl_bound`) varies over the tokens of a batch.
+"""Bounds ε (`kl_bound`) that differ between the tokens of a batch.
 
 Both functions turn a bound into a tensor of bounds that `project` and `trust_region_step` take as `kl_bound`. Each
 accepts the other's result, and the `value` of any bound.
@@ -23,7 +23,7 @@ def entropy_scaled(
     exponent: float = 1.0,
     limits: tuple[float, float] = (0.1, 10.0),
 ) -> Tensor:
-    """Per-token bounds `ε_t = ε · clamp((H_t/H̄)^exponent, limits)`: wider where the old policy is undecided.
+    """Per-token bounds `ε_t = ε · clamp((H_t/H̄)^exponent, limits)`: wider where the old policy's entropy is high.
 
     Args:
         kl_bound: ε in nats; a float, or a tensor that broadcasts with the entropies.
@@ -32,7 +32,7 @@ def entropy_scaled(
         reference_entropy: H̄ ≥ 0, a typical H_t, such as the mean over the batch's tokens and processes: a float, or a
             tensor that broadcasts. Where H_t and H̄ are both 0, ε stays as it is.
         exponent: The power of the ratio H_t/H̄, finite: 0 switches the scaling off, and an exponent below 0 narrows the
-            bound where the policy is undecided.
+            bound where the entropy is high.
         limits: The smallest and the largest factor, `0 < lower ≤ upper < inf`.
 
     Returns:
@@ -58,7 +58,7 @@ def entropy_scaled(
 def by_advantage(kl_bound: float | Tensor, advantages: Tensor, *, negative_kl_bound_ratio: float) -> Tensor:
     """Per-token bounds: ε, and `negative_kl_bound_ratio · ε` where the advantage is negative.
 
-    A ratio below 1 keeps tokens that did badly closer to the old policy than tokens that did well.
+    A ratio below 1 keeps tokens with a negative advantage closer to the old policy than others.
 
     Args:
         kl_bound: ε in nats; a float, or a tensor that broadcasts with the advantages.

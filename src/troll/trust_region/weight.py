@@ -9,11 +9,11 @@ WEIGHT_RANGE = 2.0**10
 
 
 def adapted(weight: float, kl: float, target: float) -> float:
-    """β after a rollout (arXiv 1707.06347, section 4): β/2 where the KL is below d/1.5, and 2β where above 1.5 d.
+    """β after a rollout (arXiv 1707.06347, section 4): β/2 if the KL is below d/1.5, and 2β if it is above 1.5 d.
 
     Args:
         weight: β before the rollout.
-        kl: The mean divergence seen, in nats.
+        kl: The mean divergence measured in the rollout, in nats.
         target: d, the divergence to reach, in nats.
 
     Returns:
@@ -25,5 +25,5 @@ def adapted(weight: float, kl: float, target: float) -> float:
 
 
 def limited(weight: float, initial: float) -> float:
-    """β within its limits, `WEIGHT_RANGE` times its initial value either way; the paper's has none."""
+    """β limited to within a factor `WEIGHT_RANGE` of its initial value; in the paper there is no limit."""
     return min(max(weight, initial / WEIGHT_RANGE), initial * WEIGHT_RANGE)

@@ -15,16 +15,16 @@ from troll.trust_region.probabilities import as_float, entropy_of
 
 @dataclass(frozen=True, eq=False)
 class PolicyOnSupport:
-    """Next-token distributions on K tokens and everything else, as [log_probs_at][troll.log_probs_at] reads them.
+    """Next-token distributions on K given tokens and a tail for all others, read by [log_probs_at][troll.log_probs_at].
 
-    The logits are stored as they were read; log-probabilities are normalised when they are asked for.
+    The logits are stored as they were read; the log-probabilities are normalised when they are accessed.
 
     Attributes:
         token_ids: (..., K) int64; −1 in unused slots.
         logits: (..., K), these tokens' logits; −inf in unused slots.
         tail_logit: (...), log-sum-exp of all other logits; −inf where there are none.
         vocab_size: V, the tokens in the vocabulary.
-        tail_entropy: (...), the entropy within all other tokens, in nats; None unless it was asked for.
+        tail_entropy: (...), the entropy of the distribution within the tail, in nats; None unless it was requested.
     """
 
     token_ids: Tensor
@@ -40,11 +40,11 @@ class PolicyOnSupport:
 
     @property
     def log_mass(self) -> Tensor:
-        """Log-probability of all its tokens together, (...), in nats: the mass outside the tail."""
+        """Log-probability of the K tokens together, (...), in nats: the mass outside the tail."""
         return torch.nn.functional.logsigmoid(torch.logsumexp(self.logits, -1) - self.tail_logit)
 
     def without_tail(self) -> PolicyOnSupport:
-        """The policy restricted to its tokens, and renormalised when log-probabilities are asked for."""
+        """The policy restricted to its K tokens; its log-probabilities are renormalised."""
         return dataclasses.replace(self, tail_logit=torch.full_like(self.tail_logit, -torch.inf))
 
     def at(self, positions: Tensor) -> PolicyOnSupport:
@@ -99,12 +99,12 @@ def present_outcomes(first: PolicyOnSupport | SparsePolicy, second: PolicyOnSupp
 
 
 def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | SparsePolicy) -> Tensor:
-    """KL(new ‖ old) on common outcomes, the tail one of them, (...), in nats; differentiable in both.
+    """KL(new ‖ old) on common outcomes, including the tail, (...), in nats; differentiable in both.
 
-    It is a lower bound of the divergence over the vocabulary, and lacks `new(tail) · KL(new(·|tail) ‖ old(·|tail))`.
-    Nothing is floored: it is inf where `new` has mass and `old` has none. For distillation from a teacher's largest
-    log-probabilities, read the student on the teacher's tokens: `sparse_kl(teacher, student)` is then the forward
-    divergence, and `sparse_kl(student, teacher)` the reverse one.
+    This is the divergence over the vocabulary minus `new(tail) · KL(new(·|tail) ‖ old(·|tail))`, so a lower bound of
+    it. Nothing is floored: the result is inf where `new` has mass and `old` has none. For distillation from a teacher's
+    largest log-probabilities, read the student on the teacher's tokens: `sparse_kl(teacher, student)` is then the
+    forward divergence, and `sparse_kl(student, teacher)` the reverse one.
 
     Args:
         new: The policy under which the mean is taken, (...).
@@ -115,7 +115,7 @@ def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | Sparse
     """
     present = present_outcomes(new, old)
     log_new, log_old = as_float(new.outcomes), as_float(old.outcomes)
-    # Where new has no mass only old's part of the term is left; the difference there would be −inf, and 0 · −inf NaN.
+    # Where new has no mass only old's part of the term is left: the difference would be −inf there, and 0 · −inf NaN.
     # NaN stays NaN.
     counts = present & (log_new != -torch.inf)
     x = torch.where(counts, log_new, 0.0) - torch.where(counts, log_old, 0.0)
@@ -128,8 +128,8 @@ def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | Sparse
 def sparse_entropy(policy: PolicyOnSupport | SparsePolicy) -> Tensor:
     """Entropy over the K + 1 outcomes, in nats.
 
-    It is a lower bound of the entropy over the vocabulary: the tail counts as one outcome, and hides its mass times the
-    entropy within it, at most `tail mass · log V`.
+    It is a lower bound of the entropy over the vocabulary: since the tail counts as one outcome, its mass times the
+    entropy within it is missing, at most `tail mass · log V`.
 
     Args:
         policy: At token positions (...).

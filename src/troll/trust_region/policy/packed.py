@@ -16,19 +16,19 @@ from troll.trust_region.policy.sparse import SparsePolicy, check_alike
 
 @dataclass(frozen=True, eq=False)
 class PackedPolicy:
-    """A `SparsePolicy` without its unused slots, as a rollout buffer or a network should carry it.
+    """A `SparsePolicy` without its unused slots, for storage in rollout buffers and transfer over networks.
 
     Make one with `PackedPolicy.of`. All operations work on the packed form; `unpack` is for the minibatch of an update.
     For buffers that shuffle and cut lists of samples, `unbind` makes a list with one policy for each sequence, and
     `stack` joins any of its entries in any order, without waiting for the device.
 
-    Counts are stored instead of offsets, because the counts of a part are a part of the counts: a view is a view in all
-    five tensors, and joining parts needs no arithmetic.
+    Counts are stored instead of offsets, because the counts of a part are a slice of all counts: a part can be a view
+    in all five tensors, and joining parts needs no arithmetic.
 
     Attributes:
         token_ids: (S,) int32, the used slots of all positions in order.
         log_probs: (S,), the log-probabilities of these tokens, in nats.
-        counts: (...) int32, the number of slots that each position owns.
+        counts: (...) int32, the number of used slots of each position.
         tail_log_prob: (...), log of the mass outside the slots.
         slot: (...) int32, which of a position's own slots holds the sampled token.
         top_k: K, the slots of each position in the padded form.

@@ -15,7 +15,7 @@ from troll.trust_region.checks import shape_text, shared
 
 @dataclass(frozen=True, eq=False)
 class SparsePolicy:
-    """Next-token distributions on at most K tokens each, and the mass of all others; raw, and without gradient.
+    """Next-token distributions on at most K tokens each, and the mass of all other tokens; raw, and without gradient.
 
     Make one with [capture][troll.capture] or [capture_top][troll.capture_top]. Used slots come first: larger
     probability before smaller, then smaller id before larger.
@@ -24,7 +24,7 @@ class SparsePolicy:
         token_ids: (..., K) int64; −1 in unused slots.
         log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
         tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside. Of a truncated policy,
-            log of what the sampler cut from the whole one; −inf also where that is not known.
+            log of the mass that the sampler cut from the whole policy; −inf also if this mass is not known.
         slot: (...) int64, the slot of the sampled token.
         vocab_size: V of the captured source.
         mass_threshold: δ with which it was captured.
@@ -116,7 +116,7 @@ class SparsePolicy:
             raise ValueError(f"old must hold the positions {shape_text(shape)}, got {shape_text(self.shape)}")
 
     def with_positions(self, index: Tensor, other: SparsePolicy) -> SparsePolicy:
-        """The policies (N,) with those of another capture, (n,), in place of the positions `index`, (n,)."""
+        """Replaces the policies at the positions `index`, (n,), of (N,) by those of another capture, (n,)."""
         slots = max(self.top_k, other.top_k)
         ours, theirs = vars(self._widened(slots)), vars(other._widened(slots))
         replaced: dict[str, Any] = {

@@ -17,7 +17,7 @@ from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float
 #: Entries in a block. The K blocks with the largest maxima contain the K largest entries, so only those are sorted.
 BLOCK = 64
 
-#: The largest sum of probabilities that an engine's rounding explains; with more, they are not probabilities.
+#: The largest sum of probabilities that rounding in an engine can explain; numbers with a larger sum are an error.
 LARGEST_TOTAL = 1.01
 #: The smallest sum of a sampler's whole kept set.
 SMALLEST_TOTAL = 0.99
@@ -97,7 +97,7 @@ def _sampled_logit(ids: Tensor, logits: Tensor, sampled: Tensor, elsewhere: Tens
 def largest_with_sampled(
     ids: Tensor, logits: Tensor, sampled: Tensor, log_rest: Tensor, vocab_size: int, k: int
 ) -> Top:
-    """As `largest`, of entries in any order that the sampled tokens are among; they add to the tail as they are.
+    """The k largest of M entries in any order, which include the sampled tokens; see `largest`.
 
     `log_rest`, (N, 1), is the log-sum-exp of everything except for the entries.
     """
@@ -182,9 +182,9 @@ def capture_top(
 ) -> SparsePolicy:
     """Makes the old policy from an inference engine's largest log-probabilities, without gradient.
 
-    It is the policy that `capture` would make from the logits behind the numbers. The tail is the rest of 1, since an
-    engine says no more about it: at least 1e-12, so that rounding never makes it impossible, and absent if the entries
-    are the whole vocabulary. Entries whose sum exceeds 1 by rounding are renormalised.
+    The result is the policy that `capture` would make from the engine's logits. The tail's mass is 1 minus the sum of
+    the entries, since an engine does not report it: at least 1e-12, so that rounding never makes it 0, and absent if
+    the entries are the whole vocabulary. Entries whose sum exceeds 1 by rounding are renormalised.
 
     Args:
         token_ids: (..., M) integers in [0, V), different in a row and in any order; −1 in unused entries.
@@ -195,8 +195,8 @@ def capture_top(
         vocab_size: V, the tokens in the vocabulary.
         top_k: K, at least 1: entries beyond the K largest count only for the tail.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
-        truncated: Whether the entries with finite log-probabilities are all that the sampler could draw, after top-p or
-            the like. The policy is then on these, without a tail, and δ does not count.
+        truncated: Whether the sampler could draw only the entries with finite log-probabilities, because of top-p or
+            similar settings. The policy is then on these, without a tail, and δ has no effect.
 
     Raises:
         ValueError: If shapes or dtypes are wrong, ids are outside the vocabulary, a token occurs twice, parameters are

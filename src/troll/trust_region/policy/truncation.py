@@ -1,13 +1,13 @@
 """Truncated sampling: the part of a policy from which top-k, top-p and min-p let a sampler draw.
 
-A sampler with these settings draws from p restricted to a *kept set* S of tokens and renormalised. The ratio to what it
-drew from is then
+A sampler with these settings draws from p restricted to a *kept set* S of tokens and renormalised. The importance ratio
+is then
 
     (p̃(o) / p̃(S)) / (p(o) / p(S)) ,
 
 not `p̃(o) / p(o)`. A kept set is a support without a tail: everything outside has probability 0 when it is sampled, and
-is absent, not floored. So ratio, KL divergence and projection live on S. Nothing on S holds `p̃(S)`, so the pull is also
-of the two outcomes S and its complement.
+is absent, not floored. So ratio, KL divergence and projection are computed on S. No quantity on S limits `p̃(S)`, so
+the pull also acts on the two outcomes S and its complement.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from troll.trust_region.policy.sparse import SparsePolicy
 
 @dataclass(frozen=True)
 class Truncation:
-    """What a sampler keeps of a distribution: first by top-k, then by top-p, last by min-p, as transformers does.
+    """The settings of truncated sampling, applied in transformers' order: first top-k, then top-p, then min-p.
 
     Args:
-        top_k: Only the k likeliest tokens, and others as likely as the last of them; 0 keeps all.
-        top_p: Only the fewest of the likeliest tokens whose mass is at least this, in (0, 1]; 1 keeps all.
-        min_p: Only tokens with at least this share of the likeliest token's probability, in [0, 1]; 0 keeps all.
+        top_k: Keeps the k most likely tokens, and others with the same probability as the last of them; 0 keeps all.
+        top_p: Keeps the most likely tokens, as few as have this mass together, in (0, 1]; 1 keeps all.
+        min_p: Keeps tokens with at least this share of the most likely token's probability, in [0, 1]; 0 keeps all.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -79,16 +79,15 @@ class Truncation:
 def capture_kept(
     capture_largest: Callable[[int, Tensor | None], SparsePolicy], top_k: int, truncation: Truncation
 ) -> tuple[SparsePolicy, Tensor]:
-    """The policy from which a sampler drew: on its kept set and renormalised, without a tail.
+    """Captures the policy from which a sampler drew: on its kept set and renormalised, without a tail.
 
-    The sampled token always belongs to the kept set. One that rounding or ties left outside is added. The policy has
-    as many slots as the largest kept set needs. It waits for the device.
+    The sampled token always belongs to the kept set: if rounding or ties left it outside, it is added. The policy has
+    as many slots as the largest kept set needs. This function waits for the device.
 
     Args:
         capture_largest: Captures as many tokens as it is told to, with `mass_threshold=0`, at some of the flattened
             token positions, (n,), or with None at all of them, (...).
-        top_k: The slots of the first attempt. Positions at which they do not hold the kept set get four times as many
-            in the next.
+        top_k: The slots of the first attempt. Positions whose kept set needs more get four times as many in the next.
         truncation: What the sampler keeps.
 
     Returns:
@@ -132,7 +131,7 @@ def capture_kept(
 def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSupport, SparsePolicy]:
     """Both policies on two outcomes, each (...): the kept set, in one slot, and everything else.
 
-    Where the old policy's mass on the kept set is not known, both are certain of it.
+    If the old policy's mass on the kept set is not known, both policies have all their mass on it.
 
     Args:
         new: The new policy, read at the old one's tokens.

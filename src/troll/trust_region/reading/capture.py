@@ -28,22 +28,22 @@ def capture(
     mass_threshold: float = 1e-5,
     truncation: Truncation | None = None,
 ) -> SparsePolicy:
-    """Captures the old policy, the network when a rollout is scored, without gradient.
+    """Captures the old policy, that of the network when a rollout is scored, without gradient.
 
-    It keeps the `top_k` most likely tokens, fewer where they already cover `1 − mass_threshold` of the mass, and always
-    the sampled token, which takes the last used slot if the others lack it.
+    The `top_k` most likely tokens are kept, fewer where they already cover `1 − mass_threshold` of the mass, and always
+    the sampled token, which takes the last used slot if it is not among the most likely ones.
 
     Args:
         source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
-            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read and holds the sampled
-            tokens. Its tokens that are dropped count with the precision with which they were read.
-        token_ids: The sampled tokens, (...), integers in [0, V). A GPU is not waited for: a position with an id outside
-            the vocabulary becomes NaN there, and the metrics count it as "nonfinite".
+            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read and contains the
+            sampled tokens. Its tokens that are dropped count with the precision with which they were read.
+        token_ids: The sampled tokens, (...), integers in [0, V). On a GPU, where checking would need a host sync, a
+            position with an id outside the vocabulary becomes NaN, and the metrics count it as "nonfinite".
         top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.
         mass_threshold: δ in [0, 1); 0 always keeps K tokens.
-        truncation: What the sampler kept of the distribution, if not all: the policy is then on that set, renormalised
-            and without a tail. Neither K nor δ counts: it has as many slots as the largest kept set, to find which a
-            GPU is waited for. See [Truncation][troll.Truncation].
+        truncation: The sampler's truncation, or None. The policy is then on the sampler's kept set, renormalised and
+            without a tail. It has as many slots as the largest kept set, regardless of K and δ; finding that size needs
+            a host sync. See [Truncation][troll.Truncation].
 
     Raises:
         ValueError: If a shape or dtype is wrong, an id is outside the vocabulary, a parameter is out of its range,
@@ -77,7 +77,7 @@ def capture_with_entropy(
     mass_threshold: float,
     truncation: Truncation | None = None,
 ) -> tuple[SparsePolicy, Tensor]:
-    """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
+    """Captures the old policy, and computes the entropy over the whole vocabulary, (...), in nats, in one pass.
 
     Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
     """
@@ -95,7 +95,7 @@ def capture_with_entropy(
 def _captured(
     source: LogitsSource | PolicyOnSupport, token_ids: Tensor, top_k: int, mass_threshold: float, entropy: bool
 ) -> tuple[SparsePolicy, Tensor | None]:
-    """The policy; and the entropy, (...), if it is asked for."""
+    """The policy; and the entropy, (...), if it is requested."""
     check_capture(top_k, mass_threshold)
     check_integers("token_ids", token_ids)
     check_shape("token_ids", token_ids, source.shape)
@@ -153,5 +153,5 @@ def _entropy(own: PolicyOnSupport, vocabulary: Vocabulary) -> Tensor:
     assert entropy is not None
     _, totals, entropies = vocabulary.merge_support(own.logits[:, :0], own.token_ids[:, :0], total, entropy)
     log_weight = torch.log_softmax(totals, -1)
-    # A slice without mass, of padding, has no entropy of its own.
+    # A slice with only padding has no mass and no entropy.
     return torch.where(log_weight == -torch.inf, 0.0, log_weight.exp() * (entropies - log_weight)).sum(-1)

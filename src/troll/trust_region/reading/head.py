@@ -1,4 +1,4 @@
-"""The logits of an LM head, without holding the (tokens x vocabulary) tensor of all of them.
+"""The logits of an LM head, without the (tokens x vocabulary) tensor of all logits.
 
 A tile is the product of some tokens' hidden states with some rows of the weight. The forward pass computes each tile
 and reduces it to numbers per token. The backward pass computes it again, unless it could be kept.
@@ -53,14 +53,14 @@ class LMHead(LogitsSource):
         temperature: The sampling temperature, by which logits are divided.
         scale: The factor by which the model multiplies its logits, above 0.
         softcap: The model's final logit softcap, above 0; None for none.
-        rows: The rows of (L, H) hidden states that are the positions, (N,) integers, all different.
-        vocab_group: As in [Logits][troll.Logits]. Every process gets the whole gradient of the hidden states: the
-            backward pass adds up the slices' parts, in float32. So pass the hidden states themselves. After Megatron's
-            `copy_to_tensor_model_parallel_region`, or a gather of sequence-parallel ones with
-            `tensor_parallel_output_grad=True`, their gradient would be summed a second time: pass the input of the
-            former, and gather with False.
-        gathered: Makes a context from weight and bias, which is entered around every use of them: for parameters that
-            are sharded again before the backward pass.
+        rows: The rows of (L, H) hidden states to use as token positions, (N,) integers, all different; None for all.
+        vocab_group: The processes over which the vocabulary is spread, see [Logits][troll.Logits]. Every process gets
+            the whole gradient of the hidden states: the backward pass adds up the slices' parts, in float32. So pass
+            the hidden states themselves. After Megatron's `copy_to_tensor_model_parallel_region`, or a gather of
+            sequence-parallel ones with `tensor_parallel_output_grad=True`, their gradient would be summed a second
+            time: pass the input of the former, and gather with False.
+        gathered: A function of weight and bias that returns a context manager, which is entered around every use of
+            them: for parameters that are sharded again before the backward pass.
 
     Raises:
         ValueError: If the tensors do not fit each other, settings are out of their range, or rows do not fit.

@@ -32,15 +32,15 @@ class Logits(LogitsSource):
         temperature: The sampling temperature; 1 if the logits are already divided by it.
         scale: The factor of the logits, above 0.
         softcap: The softcap of the scaled logits, above 0; None for none.
-        rows: The rows of (L, V) logits that are the positions, (N,) integers, which saves the copy of an indexing. They
-            must be different and at least 0, which is not checked: a row that occurs twice would lose one position's
-            gradient.
-        donate: Gives the logits up: the backward pass writes their gradient in their place, so that no second tensor of
-            their size is made. Nothing else may need them then, and a second backward pass raises RuntimeError. It is
-            for whole tensors only, with none of the settings above except for `rows`.
+        rows: The rows of (L, V) logits to use as token positions, (N,) integers, without the copy that indexing would
+            make; None for all. They must be different and at least 0, which is not checked: a row that occurs twice
+            would lose the gradient of one position.
+        donate: Whether the backward pass writes the gradient over the logits, so that no second tensor of their size is
+            made. Then nothing else may need the logits, and a second backward pass raises RuntimeError. This is for
+            whole tensors only, with none of the settings above except for `rows`.
         vocab_group: The n processes over which the vocabulary is spread; the process of rank r holds the tokens
-            `[r·V/n, (r + 1)·V/n)`. All get the same results, bit for bit. A capture takes one all-gather of
-            3 min(K, V/n) + 2 numbers a token, a step one all-reduce of K + 2n, and its backward pass nothing.
+            `[r·V/n, (r + 1)·V/n)`. All processes get the same results, bit for bit. A capture takes one all-gather of 3
+            min(K, V/n) + 2 numbers a token, a step one all-reduce of K + 2n, and its backward pass nothing.
 
     Raises:
         ValueError: If the logits are not floating point (..., V), settings are out of their range, rows do not fit, or
@@ -111,6 +111,6 @@ class _LogitsReading(Reading):
             unread = torch.ones(self._shape[0], dtype=torch.bool, device=logits.device)
             self.tile.clear(out, unread.index_fill_(0, self.row_index, False))
         if self._donate:
-            # Autograd does not see a kernel's writes: it must learn that logits saved elsewhere are gone.
+            # Autograd does not see a kernel's writes, but must know that logits saved elsewhere have been overwritten.
             torch.autograd.graph.increment_version(logits)
         return [out]

@@ -1,4 +1,4 @@
-"""Reading a support: the logits of its tokens, and the log-sum-exp of all others."""
+"""Reads the logits of a support's tokens, and the log-sum-exp of all other logits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from troll.trust_region.reading.tiles import Support, TailSums, Upstream, rows_o
 
 
 def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> PolicyOnSupport:
-    """A source's policy on a support, differentiable in the source's tensors.
+    """Reads a source's policy on a support, differentiable in the source's tensors.
 
-    The tail is the log-sum-exp over the support's complement, folded tile by tile with the support left out: it
-    resolves any mass that float32 can hold (1e-38), however close to 1 the rest is. The support's logits are float32
-    even if the tiles are a product of half precision.
+    The tail is the log-sum-exp over the support's complement, added up tile by tile without the support. So a tail of
+    any mass that float32 can represent (down to 1e-38) is accurate, however close to 1 the rest is. The support's
+    logits are float32 even if the tiles are a product of half precision.
 
     Args:
         source: Logits of the positions (...).
@@ -40,7 +40,7 @@ def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> P
 
 
 def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSupport:
-    """Log-probabilities of some tokens and of everything else together, differentiable.
+    """Reads the log-probabilities of given tokens, and of all other tokens together, differentiably.
 
     Args:
         source: Logits (..., V), or any source.
