@@ -14,7 +14,7 @@ from torch import nn
 #: Parts of a module's name that PEFT adds.
 _ADDED = ("base_layer", "token_adapter", "original_module")
 
-#: In the name of a module that is trained in place of another, by `modules_to_save`.
+#: A part of the name of a module that replaces another in training, by `modules_to_save`.
 _SAVED = ".modules_to_save."
 
 #: A parameter: its module's name, the module, and its name there.
@@ -22,7 +22,7 @@ Place = tuple[str, nn.Module, str]
 
 
 def adapted_and_shared(model: nn.Module) -> list[list[Place]]:
-    """The places of each weight that several modules share and that an adapter changes in at least one of them."""
+    """The modules of each weight that several modules share and that an adapter changes in at least one of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper  # of modules_to_save and trainable_token_indices
 
@@ -62,11 +62,11 @@ def untie_adapted(model: nn.Module) -> None:
 
 
 def refuse_merging(model: nn.Module, setting: str) -> None:
-    """Checks that merging adapters changes nothing that they do not change in PEFT's forward.
+    """Checks that merging adapters gives the model of PEFT's forward.
 
     Args:
         model: A model of transformers, with adapters or without.
-        setting: The setting that has them merged, for the error.
+        setting: The setting that requires merging, for the error.
 
     Raises:
         ValueError: If an adapter changes a weight that several modules share, or trains single tokens, of which an

@@ -19,7 +19,7 @@ from troll.huggingface.head import opened_head
 from troll.huggingface.token_ids import check_token_ids
 from troll.trust_region.reading.head import LMHead
 
-#: `(head of N tokens, their ids (N,)) -> tensors`; None for a tensor that was not asked for.
+#: `(head of N tokens, their ids (N,)) -> tensors`; None for a tensor that was not requested.
 Reader = Callable[[LMHead, Tensor], tuple[Tensor | None, ...]]
 
 #: The argument of a model's forward that asks for a reading.
@@ -76,14 +76,14 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
     """Runs one forward pass of a model, and reads its head in it.
 
     Args:
-        model: A model that `accept_requests` takes; it is called first.
+        model: A model for `accept_requests`, which is called first.
         request: What to read.
         **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images.
 
     Raises:
         ValueError: If the model's head cannot be read, or a token id has no embedding (found on a CPU only).
-        RuntimeError: If the model's logits are not what its head and its configuration say, or if a wrapper changes or
-            rounds its outputs.
+        RuntimeError: If the model's logits differ from those computed from its head and its configuration, or if a
+            wrapper changes or rounds its outputs.
     """
     accept_requests(model)
     if inputs.get("input_ids") is not None:
@@ -92,13 +92,13 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
 
 
 def accept_requests(model: nn.Module) -> None:
-    """Makes a model's forward take a request, by the name `REQUEST`; without one it works as before.
+    """Makes a model's forward accept a request, by the name `REQUEST`; without one it works as before.
 
-    The first request compares the reading with the model's own logits.
+    At the first request, the reading is compared with the model's own logits.
 
     Args:
-        model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
-            `torch.compile` made of one.
+        model: A causal or vision-language model of transformers, also wrapped by PEFT, DDP, FSDP, DeepSpeed or
+            `torch.compile`.
 
     Raises:
         ValueError: If it is no such model, or has no head.
@@ -211,7 +211,7 @@ def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tup
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within this context, a module has another forward; one of its own, with accelerate's hooks, comes back."""
+    """A context in which a module has another forward; afterwards its own, with accelerate's hooks, is restored."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -229,15 +229,15 @@ def _check_against_logits(
 ) -> bool:
     """Compares the head's logits with those that the model itself computes from a backbone's outputs.
 
-    They differ on all processes, or on none, since an error on only one would leave the others waiting.
+    If they differ on one process, the error is raised on all, so that none is left waiting.
 
     Returns:
-        False if the comparison has to be tried again: a model that goes around its backbone cannot be compared while
-        it has dropout, since no two passes agree. True if it was made, or can never be made because a host has replaced
+        False if the comparison has to be repeated later: a model that bypasses its backbone cannot be compared while it
+        has dropout, since no two passes agree. True if it was made, or can never be made because a host has replaced
         the forward of the model's class by one without logits, as verl's fused kernels do.
 
     Raises:
-        RuntimeError: If they differ: the model does something to its logits that its configuration does not say.
+        RuntimeError: If they differ: the model changes its logits in a way that is not in its configuration.
     """
     used: list[bool] = []
 

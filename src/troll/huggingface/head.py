@@ -1,4 +1,4 @@
-"""The head of a causal language model: its weight, and what the model does to the product with hidden states."""
+"""The head of a causal language model: its weight, and the scale and softcap of its logits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
 
 
 def refuse_head(head: Any) -> None:
-    """Raises ValueError unless a head is a matrix whose product with hidden states is what the model computes."""
+    """Raises ValueError unless the model computes its logits as the product of hidden states with the head's matrix."""
     name = type(head).__name__
     if hasattr(head, "base_layer"):
         raise ValueError(
@@ -83,7 +83,7 @@ def scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
-    """A context with whole parameters, if ZeRO-3 holds shards of them; others are whole already."""
+    """A context in which parameters are gathered if ZeRO-3 has sharded them."""
     sharded = {id(x): x for x in parameters if x is not None and _is_zero_shard(x)}
     if not sharded:
         return nullcontext()

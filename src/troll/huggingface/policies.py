@@ -35,24 +35,23 @@ def capture(
     truncation: Truncation | None = None,
     **model_inputs: Any,
 ) -> SparsePolicy:
-    """The old policy, as a model is when a rollout is scored, without gradient and without its logits.
+    """Captures the old policy, that of a model when a rollout is scored, without gradient and without all logits.
 
     Args:
-        model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
-            `torch.compile` made of one. Its first reading compares itself with the model's own logits.
+        model: A causal or vision-language model of transformers, also wrapped by PEFT, DDP, FSDP, DeepSpeed or
+            `torch.compile`. The first reading is compared with the model's own logits.
         input_ids: The tokens of B sequences, (B, L).
         labels: (B, L) as in transformers: the tokens to score, −100 elsewhere.
         attention_mask: (B, L); None for no padding.
         temperature: The sampling temperature.
         top_k: K, the tokens to keep at most, at least 1.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
-        truncation: What the sampler kept of the distribution, if not all, as in [capture][troll.capture]: neither K nor
-            δ counts then.
-        **model_inputs: More of what the model's forward takes, images for example.
+        truncation: The sampler's truncation, or None, as in [capture][troll.capture]; K and δ then have no effect.
+        **model_inputs: Further arguments of the model's forward, such as images.
 
     Returns:
-        A policy of (B, L − 1) positions: position t is about the label at t + 1. Where that is −100, it is certain of
-        token 0.
+        A policy of (B, L − 1) positions: position t predicts the label at t + 1. Where that label is −100, token 0 has
+        all the mass.
 
     Raises:
         ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
@@ -100,7 +99,7 @@ def trust_region_step(
     entropy: bool = False,
     **model_inputs: Any,
 ) -> TrustRegionStep:
-    """The trust region of one optimisation step of a model, without its logits.
+    """Computes the trust region of one optimisation step of a model, without all its logits.
 
     Args:
         model: The model, as in [capture][troll.huggingface.capture].
@@ -113,10 +112,10 @@ def trust_region_step(
         temperature: The sampling temperature, as in the capture.
         tail: "bucket" makes the tail one more outcome with its exact mass; "floor" follows the paper's code.
         solver: "newton", or "bracket", the paper's search.
-        constraint: Which of the (B, L − 1) tokens share one multiplier; None gives each its own.
-        pull: What the step's `regression` is: "projection" or "proximal".
+        constraint: Groups of the (B, L − 1) tokens that share one multiplier; None gives each its own.
+        pull: The form of the step's `regression`: "projection" or "proximal".
         entropy: Whether the step's `entropy` is computed.
-        **model_inputs: More of what the model's forward takes.
+        **model_inputs: Further arguments of the model's forward.
 
     Returns:
         A step of (B, L − 1) positions, for [troll_loss][troll.troll_loss] with the mask `labels[:, 1:] != -100`; 0
@@ -203,12 +202,12 @@ def capture_tokens(
     """Captures the policy of the N target tokens, (N,); the T targets follow the T positions before the last one.
 
     Args:
-        model: As in [capture][troll.huggingface.capture].
+        model: The model, see [capture][troll.huggingface.capture].
         targets: The next tokens, (B, T), −100 where there is none.
         temperature: The sampling temperature, by which logits are divided.
         top_k: K, at least 1.
         mass_threshold: δ in [0, 1).
-        truncation: What the sampler kept of the distribution, if not all.
+        truncation: The sampler's truncation, or None.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.
 
@@ -255,7 +254,7 @@ def read_tokens(
     to the parameters' dtype.
 
     Args:
-        model: As in [capture][troll.huggingface.capture].
+        model: The model, see [capture][troll.huggingface.capture].
         token_ids: The sampled tokens, (N,).
         at: The row of each token and its place among the row's last T, (N,) and (N,).
         length: T, the tokens of each row in which the sampled ones are.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: What to do about them.
+#: The advice in errors about such token ids.
 REMEDY = (
     "call model.resize_token_embeddings(len(tokenizer)) and save the model with its tokenizer, or use the tokenizer "
     "that the model was trained with"
@@ -14,7 +14,7 @@ REMEDY = (
 
 
 def embedding_rows(model: Any) -> int:
-    """How many token ids a model takes: the rows of its embedding, whole even where its weight is sharded."""
+    """The number of token ids of a model: the rows of its whole embedding, even if its weight is sharded."""
     embedding: Any = model.get_input_embeddings()
     for wrapped in ("base_layer", "original_module"):  # PEFT's names for what LoRA, or trainable tokens, are put around
         embedding = getattr(embedding, wrapped, embedding)

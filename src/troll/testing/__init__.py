@@ -1,8 +1,8 @@
-"""A conformance test for adapters: whether TROLL in a trainer does what TROLL does.
+"""A conformance test for adapters, which put TROLL into a trainer.
 
-The network of the test is a table, so that any trainer can hold it: the logits that follow token a are row a.
-Everything that an adapter has to get right (which logits belong to which token, the temperature, the mask, the
-aggregation) shows in the loss and in the gradient of that table.
+The network of the test is a table, so that it works in any trainer: the logits that follow token a are row a. Errors of
+an adapter (in the logits of a token, the temperature, the mask, the aggregation) change the loss and the gradient of
+that table.
 
 ```python
 from troll.testing import Case, Update, check_adapter

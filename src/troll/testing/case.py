@@ -1,4 +1,4 @@
-"""The cases of the conformance test, and what an adapter makes of one."""
+"""The cases of the conformance test, and the result of an adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Layout = Literal["padded", "packed"]
-"""How a trainer holds a batch: rows padded to one length, or tokens of all samples one after another."""
+"""The layout of a trainer's batch: rows padded to one length, or the tokens of all samples one after another."""
 
 VOCAB_SIZE = 48
 """Tokens of a case. The first eight occur in no sample: they are the trainer's (padding, end of sequence)."""

@@ -24,13 +24,13 @@ def check_adapter(
     layouts: Sequence[Layout] = get_args(Layout),
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Checks that an adapter keeps TROLL's contract (docs/hosts.md), in every layout that it has.
+    """Checks that an adapter meets the requirements of docs/hosts.md, in every layout that it has.
 
     - Equal policies give the plain policy gradient.
-    - A bound that nothing reaches gives the policy gradient with the importance ratio, without a clip.
-    - Without advantages only the regression is left, with its weight, aggregated as the policy term is.
-    - A bound that is reached gives the loss and the gradient of the dense projection, computed in float64.
-    - Two micro-batches, in an order of their own, give what one gives.
+    - A bound that no token reaches gives the policy gradient with the importance ratio, without a clip.
+    - With zero advantages, only the regression is left, with its weight, aggregated like the policy term.
+    - A bound that tokens exceed gives the loss and the gradient of the dense projection, computed in float64.
+    - Two micro-batches, in another order than the rollout's, give the result of one.
     - Tokens that do not count have no gradient and no influence.
     - The metrics are those of the tokens that count.
 
@@ -62,7 +62,7 @@ def check_adapter(
 
 
 def _requirements(case: Case) -> Iterator[tuple[str, Case, str]]:
-    """What the update has to be, a case that shows it, and the likely mistake where it is not."""
+    """The requirements: a name, a case, and the likely mistake of an adapter that fails."""
     yield (
         "equal policies give the plain policy gradient",
         dataclasses.replace(case, new_table=case.old_table.clone()),

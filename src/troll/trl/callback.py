@@ -21,7 +21,7 @@ PENALTY_STATE = "kl_penalty.json"
 
 
 class TrollCallback(TrainerCallback):
-    """Follows the updates of a `TrollTrainer`, set up except for its callbacks; every event runs on every process."""
+    """The work of a `TrollTrainer` between updates; every method runs on every process."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._args, self._critic = trainer, trainer.args, trainer.advantages.critic
@@ -76,12 +76,12 @@ class TrollCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Updates the critic before the policy, so that an error stops both; without a judged token, neither moves."""
+        """Updates the critic before the policy, so that an error stops both; skips both without a judged token."""
         nothing_judged = self._ungraded.left_nothing()
         self._rests = nothing_judged or (self._critic is not None and self._critic.warming_up)
         if self._rests:
-            # Without a gradient, the optimiser leaves a parameter as it is; one of zero would go on with its momentum.
-            # DeepSpeed has made its update in the backward pass.
+            # The optimiser skips a parameter without a gradient; with a gradient of zero its momentum would still move
+            # it. DeepSpeed has made its update in the backward pass.
             model.zero_grad()
         if self._critic is not None and not nothing_judged:
             self._critic.step()
@@ -100,11 +100,11 @@ class TrollCallback(TrainerCallback):
         self._log(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Has the metrics logged where transformers logs once an epoch, or training ends early."""
+        """Logs the metrics if transformers logs once per epoch, or if training ends early."""
         self._log(state, control)
 
     def _log(self, state: TrainerState, control: TrainerControl) -> None:
-        """Has TRL log `trust_region/*` and `critic/*`, over all tokens since the last log, with its own metrics."""
+        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to the metrics that TRL logs."""
         if not (control.should_log or control.should_training_stop):  # the last line has what is left
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
@@ -125,5 +125,5 @@ class TrollCallback(TrainerCallback):
         return (behind * self._args.rollout_steps + passes) // self._args.gradient_accumulation_steps
 
     def _rollouts_done(self) -> int:
-        """Rollouts that have been used up."""
+        """The number of rollouts that have had all their updates."""
         return seam.micro_batches_done(self._trainer) // self._args.rollout_steps

@@ -1,4 +1,4 @@
-"""Checkpoints that say whether they are complete, and resuming only from those."""
+"""Marks checkpoints as complete, and resumes only from complete ones."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 def defect(checkpoint: Path) -> str | None:
     """The defect of a checkpoint's folder in words; None if it is complete.
 
-    A checkpoint is complete if its marker says so and every file has the size that it had. A trainer that writes no
-    marker, such as TRL's own, has completed it if there is a readable `trainer_state.json`: transformers writes that
-    last.
+    A checkpoint is complete if its marker says so and every file still has its recorded size. A checkpoint without a
+    marker, such as one of TRL's trainer, is complete if it has a readable `trainer_state.json`, which transformers
+    writes last.
     """
     return _judge(checkpoint)[0]
 
@@ -53,7 +53,7 @@ def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
-    """As `newest_complete`, but raises if there is none.
+    """The complete checkpoint of the highest step, and the defects of newer ones; raises if there is none.
 
     Raises:
         ValueError: If no checkpoint is complete; names the incomplete ones and their defects.
@@ -83,7 +83,7 @@ def check_complete(checkpoint: Path) -> None:
 
 
 def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tuple[str | None, dict[Path, str]]:
-    """The checkpoint to resume from, None to start anew; and the defect of each newer one.
+    """The checkpoint to resume from, or None to start a new run; and the defect of each newer one.
 
     Args:
         output_dir: The run's folder.
@@ -147,7 +147,7 @@ def say_resumed(checkpoint: Path, step: int, max_steps: int, passed_over: dict[P
 
 
 def save_state(state: dict[str, Any], path: Path) -> None:
-    """Writes a file of a checkpoint so that a crash leaves either the old one or the new one."""
+    """Writes a file of a checkpoint so that a crash leaves either the old or the new content."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     os.replace(part, path)
@@ -167,7 +167,7 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
 
 
 def _judge(checkpoint: Path) -> tuple[str | None, bool]:
-    """As `defect`, and whether the marker says that the checkpoint was complete once."""
+    """The defect of a checkpoint, see `defect`, and whether its marker says that it was complete once."""
     try:
         marker = read_json(checkpoint / MARKER) if (checkpoint / MARKER).is_file() else {}
         if marker.get("complete") is False:
@@ -218,7 +218,7 @@ def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None
     if limit is None or limit <= 0:
         return
     for other in _checkpoints(checkpoint.parent):
-        # An incomplete one would count towards the limit, and complete ones would be deleted in its place.
+        # An incomplete checkpoint would count towards the limit, so a complete one would be deleted instead.
         if other != checkpoint and defect(other) is not None:
             shutil.rmtree(other, ignore_errors=True)
     rotate_checkpoints(

@@ -17,7 +17,8 @@ from troll.rewards.grading import clash
 from troll.trl.config import TrollConfig
 from troll.trl.seam import engine_vocabulary, prompt_ids
 
-#: Every model has a few weights too large for a step, such as those of norms. A larger share than this is a mistake.
+#: Every model has a few weights that are too large for a step to change them, such as those of norms. A larger share
+#: than this deserves a warning.
 MAX_UNRESOLVED = 0.1
 
 #: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
@@ -77,7 +78,7 @@ def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> Non
 
 
 def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError if a column of the data has the name of another argument that TRL passes to reward functions.
+    """Raises ValueError if a column of the data has the name of an argument that TRL passes to reward functions.
 
     Args:
         trainer: A `GRPOTrainer`, set up.
@@ -101,10 +102,10 @@ def tokenizer_of(trainer: Any) -> Any:
 
 
 def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
-    """Raises ValueError if a token of the prompts, the tokenizer's end or its padding has no row in the embedding.
+    """Raises ValueError if the end token, the padding token, or a token of the prompts has no row in the embedding.
 
-    A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So text prompts are
-    tokenized here, but only with such a tokenizer.
+    A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So with such a tokenizer,
+    and only with such a one, text prompts are tokenized here.
 
     Args:
         trainer: A `TrollTrainer`, which knows its missing tokens.
@@ -206,7 +207,7 @@ def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
-    """Warns of settings that train, but probably not as their user meant."""
+    """Warns of settings that are valid, but probably not what the user meant."""
     if args.always_on_policy and args.surrogate != "none":
         warnings.warn(
             f"every update is on-policy, where surrogate {args.surrogate!r} is the identity: old and new policy are "
@@ -254,15 +255,15 @@ def warn_about_precision(accelerator: Accelerator, args: TrollConfig, model: tor
 
 
 def unresolved_share(model: torch.nn.Module, learning_rate: float) -> float:
-    """The share in [0, 1] of the trained weights that an optimiser's step leaves where they are; 0 if none is trained.
+    """The share in [0, 1] of the trained weights that a step of the optimiser cannot change; 0 if none is trained.
 
     AdamW moves a weight by about the learning rate. Around w in [2^e, 2^(e+1)), numbers with b bits are 2^(e + 1 - b)
-    apart, and a step below half of that is rounded away. So a weight stays where |w| is above 2^b to 2^(b + 1) times
-    the learning rate, depending on where in its binade it is; this takes the middle, 2^(b + ½), where b is 8 in bf16
-    and 11 in fp16. Weights of higher precision count as moving.
+    apart, and a step below half of that is rounded away. So a weight does not change if |w| is above 2^b to 2^(b + 1)
+    times the learning rate, depending on its place in the binade; this function uses the middle, 2^(b + ½), where b is
+    8 in bf16 and 11 in fp16. Weights of higher precision count as changing.
 
     The share is estimated from at most 1024 evenly spaced weights of each parameter, weighted by the parameter's size.
-    Where weights are sharded, each process looks at those that it holds, without communication.
+    If weights are sharded, each process uses its own shards, without communication.
     """
     total, stays = 0, torch.zeros(())
     for parameter in model.parameters():

@@ -32,12 +32,12 @@ ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float
 #: generation batch.
 AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
 LOSS_TYPES = (*AGGREGATION, "dapo")
-#: Loss types that only TRL's clip takes.
+#: Loss types that work only with TRL's clip.
 CLIP_LOSS_TYPES = ("luspo",)
 #: The largest ratio of "cispo" if `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
 CISPO_LARGEST_RATIO = 5.0
 
-#: Updates for which a rollout is used by default.
+#: The default number of updates per rollout.
 UPDATES_PER_ROLLOUT = 8
 
 #: The range of each number, a key of `RANGES`. None is allowed where it is the default. TRL's settings are checked only
@@ -82,13 +82,13 @@ class CriticSettings:
 
     Attributes:
         gamma: Discount γ, in [0, 1].
-        gae_lambda: λ, in [0, 1]: 0 trusts the critic's next value, 1 the whole return.
+        gae_lambda: λ, in [0, 1]: 0 uses the critic's value of the next token, 1 the whole return.
         whiten_advantages: Whether the advantages are whitened over the tokens of all processes.
         value_clip: How far a value may move from the rollout's, in units of reward, before its loss is clipped.
-        model_name_or_path: The model from which it starts. None takes the policy's.
-        learning_rate: The learning rate of its own AdamW, which stays constant.
-        weight_decay: The weight decay of its AdamW, which applies to matrices only.
-        max_grad_norm: The norm to which its gradient is clipped, separately from the policy's.
+        model_name_or_path: The model from which the critic starts. None is the policy's model.
+        learning_rate: The constant learning rate of the critic's AdamW.
+        weight_decay: The weight decay of the critic's AdamW, for matrices only.
+        max_grad_norm: The norm to which the critic's gradient is clipped, separately from the policy's.
         warmup_steps: Optimiser steps at the start in which only the critic is trained.
     """
 
@@ -110,56 +110,55 @@ class TrollConfig(GRPOConfig):
 
     Every field of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
     of one (`updates_per_rollout`). And TRL's clip is on only with `surrogate` "clip": any other surrogate ignores
-    `epsilon` and `epsilon_high` (except "cispo", which reads the latter) and refuses `delta` and the loss type "luspo".
+    `epsilon` and `epsilon_high` (except "cispo", which uses the latter) and refuses `delta` and the loss type "luspo".
     The loss types "cispo", "sapo" and "vespo" are surrogates.
 
     Args:
         updates_per_rollout: Optimiser updates made with each rollout. It sets TRL's `steps_per_generation` to
             `updates_per_rollout * gradient_accumulation_steps / num_iterations`. Default: 8, unless
-            `steps_per_generation`, `generation_batch_size` or `num_iterations` is set: it then follows from those, and
-            is None where an update takes several rollouts or a part of one. With 1, old and new policy are equal in
-            every update.
-        generation_chunk_size: Completions that transformers generates in one call, which bounds the memory of its KV
-            cache. None generates a whole rollout at once. It has no effect on vLLM.
+            `steps_per_generation`, `generation_batch_size` or `num_iterations` is set: it is then computed from those,
+            and is None if an update uses several rollouts or a part of one. With 1, the old and the new policy are
+            equal in every update.
+        generation_chunk_size: The number of completions that transformers generates in one call, which bounds the
+            memory of its KV cache. None generates a whole rollout at once. It has no effect on vLLM.
         resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
             many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
             2503.14476). Groups that cannot be replaced stay. 0 replaces none.
         resampling_right_share: κ: groups whose rewards are all equal and above 0 also stay, up to this share of the
-            rollout's groups. Where rewards speak of tokens, κ follows DECS's curriculum from this value. See
-            docs/trl.md.
-        rollout_delay: Samples every rollout with the weights of this many rollouts ago, as asynchronous training does.
-            For experiments: it takes generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
+            rollout's groups. With rewards of tokens, κ follows DECS's curriculum from this value. See docs/trl.md.
+        rollout_delay: The age, in rollouts, of the weights that sample a rollout, as in asynchronous training. For
+            experiments: it needs generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
-        rollout_dtype: "bfloat16" or "float16": samples rollouts with weights rounded to this dtype, as an engine's are.
-            For experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
+        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with weights rounded to this dtype, like an
+            engine's. For experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
         rollout_correction: C, the cap of truncated importance sampling with `rollout_delay` or `rollout_dtype` and
             `anchor` "old": each token's advantage is multiplied by min(p(o)/p_s(o), C), where p_s is the policy that
             sampled it, as TRL does for vLLM. Default: no correction.
-        surrogate: What keeps an update near the old policy: "troll"; "regression", TROLL's regression term with the
-            raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); one of the rivals
-            "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "icepop", "kpop", "trm", "m2po", "cppo", "gmpo", "cispo",
-            "sapo" and "vespo"; or "none". Fields that only other surrogates read are ignored. "cispo", "sapo", "vespo"
-            and "gmpo" set `loss_type`. See docs/surrogates.md.
+        surrogate: The method that keeps an update near the old policy: "troll"; "regression", TROLL's regression term
+            with the raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); "kl_penalty",
+            "dppo_tv", "dppo_kl", "drpo", "ipo", "icepop", "kpop", "trm", "m2po", "cppo", "gmpo", "cispo", "sapo" or
+            "vespo"; or "none". Fields that only other surrogates read are ignored. "cispo", "sapo", "vespo" and "gmpo"
+            set `loss_type`. See docs/surrogates.md.
         surrogate_kwargs: The surrogate's own settings as a JSON object, e.g. `{"weight": 0.3}` for "kl_penalty". See
             docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
-        pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball only;
-            or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite `kl_bound`,
-            "troll" is "kl_penalty".
+        pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball
+            only; or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite
+            `kl_bound`, "troll" is "kl_penalty".
         regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
-        regression_target: The mean of the pull's divergence (nats) to which α adapts, as β of "kl_penalty" does to its
-            `target`. Default: α is fixed.
+        regression_target: The mean divergence of the pull (nats) that α is adapted to keep, by the rule of "kl_penalty"
+            and its `target`. Default: α is fixed.
         support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling). With
-            `truncated_ratio`, all that the sampler kept are.
-        mass_threshold: δ: fewer than `support_top_k` are kept where they already cover 1 − δ of the probability mass.
+            `truncated_ratio`, all tokens of the sampler's kept set are kept.
+        mass_threshold: δ: fewer than `support_top_k` tokens are kept where they already cover 1 − δ of the mass.
         tail: How the tokens that are not kept count: "bucket" makes them one more outcome with their exact mass;
             "floor" gives each the probability 1e-12, as the paper's code does.
         solver: How the multiplier of a token is found: "newton", or "bracket", the paper's search.
-        disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: the projection would take
-            the noise of dropout between scoring and update for learning.
-        constraint: Which tokens share one multiplier: each "token" has its own; or all tokens of a "sequence" share
-            one, so that the mean of their KL divergences meets the bound; or all tokens of a "batch" do, across the
-            micro-batches of all processes.
+        disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: with dropout, the network
+            would differ between scoring and update, and the difference would be projected.
+        constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
+            sequence, so that the mean of their KL divergences meets the bound; with "batch", those of a micro-batch on
+            all processes.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
         kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "by_age" to `end` for old rollouts;
             "hold_projected_fraction" or "hold_kl" at a `target`. See `troll.trust_region.bounds`.
@@ -167,17 +166,17 @@ class TrollConfig(GRPOConfig):
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.
         kl_bound_negative_ratio: The factor by which ε is multiplied where the advantage is negative.
-        truncated_ratio: With truncated sampling (`top_p`, `top_k`, `min_p`), whether ratios and divergences are of both
-            policies on the tokens that the sampler kept, renormalised, as the sampler's policy was. Default: true for
-            surrogates that read policies; the others take TRL's ratio, of the whole policies. See docs/trl.md.
+        truncated_ratio: With truncated sampling (`top_p`, `top_k`, `min_p`), whether both policies are restricted to
+            the tokens that the sampler kept and renormalised, for ratios and divergences. Default: true for surrogates
+            that need whole distributions; the others use TRL's ratio, of the whole policies. See docs/trl.md.
         anchor: The centre of the trust region: "old", the training network when the batch was scored; or "rollout", the
             engine that generated it, whose top-K log-probabilities then replace the scoring pass. "rollout" also
             switches vLLM's importance correction off, which would count the mismatch twice.
-        advantage_estimator: How rewards become advantages: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own
-            settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", the same
-            after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens" and "group_tokens" (DECS's),
-            for rewards that speak of tokens; or "gae", PPO's, with a critic.
-            "reinforce_plus_plus" and "gae" compare no group and also take `num_generations=1`.
+        advantage_estimator: How advantages are computed from rewards: "group", TRL's (GRPO, and Dr.GRPO and GSPO by
+            TRL's own settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline",
+            the same after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens" and "group_tokens"
+            (DECS's), for rewards of tokens; or "gae", PPO's, with a critic. "reinforce_plus_plus" and "gae" do not
+            compare groups and also work with `num_generations=1`.
         kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
             reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
             needs `beta` above 0, and "rloo", "reinforce_plus_plus" or "reinforce_plus_plus_baseline".
@@ -275,7 +274,7 @@ class TrollConfig(GRPOConfig):
             self.vllm_importance_sampling_correction = False
 
     def _set_steps_per_generation(self) -> None:
-        """Resolves `updates_per_rollout`, before TRL makes its own default of one update."""
+        """Resolves `updates_per_rollout`, before TRL sets its default of one update."""
         updates = self.updates_per_rollout
         if updates is not None and (not isinstance(updates, int) or updates < 1):
             raise ValueError(f"updates_per_rollout must be an integer, at least 1, got {updates}")
@@ -446,7 +445,7 @@ class TrollConfig(GRPOConfig):
             )
 
     def _check_penalty_target(self) -> None:
-        """Refuses a target where no update shows how far a whole rollout has moved the policy."""
+        """Refuses a target if no update measures how far a whole rollout has moved the policy."""
         name = "surrogate_kwargs.target" if isinstance(self.own_settings, KLPenaltySettings) else "regression_target"
         if not self.penalty_weight > 0:
             raise ValueError(f"{name} adapts a weight that must be above 0, got {self.penalty_weight}")
@@ -464,7 +463,7 @@ class TrollConfig(GRPOConfig):
             )
 
     def make_bound(self, total_steps: int) -> Bound:
-        """ε over the training, from `kl_bound`, `kl_bound_schedule` and its options."""
+        """Makes the schedule of ε, from `kl_bound`, `kl_bound_schedule` and its options."""
         options = self.kl_bound_schedule_kwargs or {}
         if not isinstance(options, dict):
             raise ValueError(f"kl_bound_schedule_kwargs must be a JSON object, got {options!r}")
@@ -489,7 +488,7 @@ class TrollConfig(GRPOConfig):
 
     @property
     def truncation(self) -> Truncation | None:
-        """What the sampler keeps of the policies; None where it keeps all, or ratios are of the whole policies."""
+        """The sampler's truncation; None if there is none, or if ratios are of the whole policies."""
         wanted = self.truncated_ratio
         if wanted is None:
             wanted = SURROGATES[self.surrogate].reads_policies(self.own_settings)

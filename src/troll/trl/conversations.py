@@ -1,4 +1,4 @@
-"""Rollouts of several conversations a sample: those before the last one are trained on with its advantage."""
+"""Rollouts with several conversations per sample, which are all trained on with the last one's advantage."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Conversation:
     """A prompt of P tokens and its completion of T, which a rollout function returns as a dictionary of these fields.
 
     Attributes:
-        prompt_ids: The prompt's token ids, (P,).
-        completion_ids: The completion's, (T,), at least one.
+        prompt_ids: The token ids of the prompt, (P,).
+        completion_ids: The token ids of the completion, (T,), at least one.
         env_mask: 1 for the tokens that the policy chose, (T,); None if it chose all.
         logprobs: The engine's log-probabilities of the completion's tokens, (T,); None if there is no engine.
     """
@@ -57,20 +57,20 @@ class Conversations:
 
     @contextmanager
     def rollout(self, trainer: Any, example: Mapping[str, Any]) -> Iterator[None]:
-        """Has TRL take all conversations of the trainer's rollout function, within the context.
+        """A context in which TRL uses all conversations of the trainer's rollout function.
 
         TRL scores all rows, and gives the samples rewards and advantages. Its `num_tokens` and `completions/*` count
-        all conversations. Two metrics are new where there are earlier ones: `conversations/per_sample`, their mean
-        number with the last, and `conversations/filled`, the share of the rows that are fillers. An evaluation counts
-        earlier conversations and leaves them out, since nothing is trained on them.
+        all conversations. If there are earlier conversations, two metrics are added: `conversations/per_sample`, the
+        mean number of conversations, and `conversations/filled`, the share of the rows that are fillers. An evaluation
+        counts earlier conversations but drops their rows, since nothing is trained on them.
 
         Args:
             trainer: The `TrollTrainer` that makes the rollout, or a copy of it.
             example: A row of its data set.
 
         Raises:
-            ValueError: Within the context, if `earlier` is not as it must be; or if it comes with images, PPO's critic
-                or an engine's policy as the old one.
+            ValueError: Within the context, if `earlier` has another form, or is used with images, PPO's critic or an
+                engine's policy as the old one.
         """
         self._samples = None
         images = bool({"image", "images"} & example.keys())
@@ -78,7 +78,7 @@ class Conversations:
             yield
 
     def _with_earlier(self, trainer: Any, images: bool, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What TRL has generated for n prompts, with M rows of token ids and what belongs to these.
+        """The output of TRL's generation for n prompts, extended to M rows of token ids and their values.
 
         The texts remain those of the n last conversations, for the reward functions.
         """
@@ -122,13 +122,13 @@ class Conversations:
         return rolled_out | {"advantages": rolled_out["advantages"][self._samples]}
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """For each row of this process, the value of its sample, (M, ...), from those of all N samples, (N, ...)."""
+        """The value of the sample of each row of this process, (M, ...), from those of all N samples, (N, ...)."""
         size = len(values) // self._accelerator.num_processes
         own = values[self._accelerator.process_index * size :][:size]
         return own if self._samples is None else own[self._samples]
 
     def of_samples(self, sums: Tensor) -> Tensor:
-        """Sums over the conversations of each of all processes' samples, (N,), from those of this one's rows, (M,).
+        """Sums over the conversations of each sample of all processes, (N,), from values of this process's rows, (M,).
 
         Fillers count as rows of the first sample, and must be 0.
         """
@@ -140,7 +140,7 @@ class Conversations:
 
 
 def read(earlier: Any, size: int, log_probs: bool) -> list[list[Conversation]]:
-    """The earlier conversations of each sample, as a rollout function has returned them.
+    """Parses the earlier conversations of each sample that a rollout function has returned.
 
     Args:
         earlier: A list of dictionaries for each sample; None for no earlier conversations.
@@ -148,7 +148,7 @@ def read(earlier: Any, size: int, log_probs: bool) -> list[list[Conversation]]:
         log_probs: Whether the last conversations have an engine's log-probabilities.
 
     Raises:
-        ValueError: If it is something else; says which sample's conversation it is.
+        ValueError: If `earlier` has another form; names the sample and the conversation.
     """
     if earlier is None:
         return [[] for _ in range(size)]
@@ -200,7 +200,7 @@ def completion_metrics(counts: Sequence[tuple[int, bool]]) -> dict[str, float]:
 
 
 def _refuse(trainer: Any, images: bool) -> None:
-    """Raises ValueError where more rows than samples have no place."""
+    """Raises ValueError with features that do not support more rows than samples."""
     if images:
         raise ValueError(f"rollout_func cannot return {EARLIER} where the data have images: leave one of them out")
     if trainer.advantages.critic is not None:

@@ -63,7 +63,7 @@ class Diagnostics:
         self._probed_update: int | None = None
 
     def due(self, *, rollout: bool = False) -> bool:
-        """Whether the update under way is to be measured; with `rollout`, one of those with a rollout made now."""
+        """Whether the current update is measured; with `rollout`, whether any update of a rollout made now is."""
         updates, every, step = 1, self._args.diagnostics_steps, self._trainer.state.global_step
         if rollout:  # its micro-batches may begin and end within an update
             accumulated = self._args.gradient_accumulation_steps
@@ -122,7 +122,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-        """The network's logits now at some positions of a sequence, (n, V); arguments as in `Probe`."""
+        """The network's current logits at some positions of a sequence, (n, V); arguments as in `Probe`."""
         trainer = self._trainer
         with trainer.accelerator.autocast():
             output = trainer.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
@@ -131,7 +131,7 @@ class Diagnostics:
     def metrics(self) -> dict[str, float]:
         """`trust_region/diagnostics/*` since the last call, over all tokens and processes.
 
-        Those without anything to measure are left out, as all are where no measurement was due.
+        Metrics without a measurement are left out.
         """
         if not self._tally.totals:
             return {}

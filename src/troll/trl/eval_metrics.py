@@ -1,4 +1,4 @@
-"""The metrics of `troll eval`, of the completions that TRL samples at every evaluation."""
+"""The metrics of `troll eval` for the completions that TRL samples at every evaluation."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
 
 
 def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Any:
-    """A copy of a trainer that evaluates by the rewards of another task.
+    """Makes a copy of a trainer that evaluates by the rewards of another task.
 
-    It shares the model, the state, the callbacks and the log with the trainer. The table of completions remains that of
-    the trainer's own task, since a step has only one.
+    The copy shares the model, the state, the callbacks and the log with the trainer. The trainer's table of completions
+    does not show the copy's completions, since a step has only one table.
 
     Args:
         trainer: The `TrollTrainer`.

@@ -1,4 +1,4 @@
-"""Generation: for rollout functions; and by transformers in chunks, so that a whole rollout's KV cache need not fit."""
+"""Generation for rollout functions, and generation by transformers in chunks, which bounds the KV cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from troll.trl import checks, seam
 
 
 def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
-    """Samples a completion of each of N prompts as the trainer samples its own; for rollout functions.
+    """Samples a completion of each of N prompts with the trainer's sampling settings; for rollout functions.
 
-    Every process calls it equally often, since an engine and sharded weights serve all of them together; the numbers of
+    Every process must call it equally often, since the processes share an engine or sharded weights; the numbers of
     prompts may differ, and be 0.
 
     Args:
-        trainer: The trainer that the rollout function gets.
+        trainer: The second argument of the rollout function.
         prompts: The token ids of this process's prompts.
 
     Returns:
@@ -38,8 +38,8 @@ def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], l
 def generate_in_chunks(model: Any, size: int) -> None:
     """Makes `model.generate` of transformers or PEFT generate at most `size` completions at a time.
 
-    The KV cache then holds at most `size` sequences. A call is passed on unchanged if it returns more than token ids,
-    or if its tensors cannot be split by prompt, such as several images a prompt in Qwen's models. `generate` raises
+    The KV cache then has at most `size` sequences. A call is not changed if it returns more than token ids, or if its
+    tensors cannot be split by prompt, for example with several images per prompt in Qwen's models. `generate` raises
     ValueError if chunks have different lengths and neither generation configuration has a `pad_token_id`.
     """
     inner = type(model).generate

@@ -14,10 +14,10 @@ from troll.trust_region.weight import adapted, limited
 class AdaptiveKLController:
     """The weight of a divergence over the training, called β here; every method runs on every process.
 
-    The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here
-    it is the mean over the tokens of the rollout's last update, over all processes, as read for that update: with U
-    updates a rollout, after U − 1 of them. The divergence is the one that is penalised, in its direction. Unlike the
-    paper's, β has limits, and a warning says when one holds it.
+    The paper compares d with the mean KL of a whole rollout after its last update, which would need another pass. Here
+    d is compared with the mean over the tokens of the rollout's last update, over all processes, measured in the
+    forward pass of that update: with U updates per rollout, after U − 1 of them. The divergence is the one in the
+    penalty. Unlike the paper's, β has limits, and a warning is logged when β reaches one.
 
     Args:
         accelerator: Adds up the KL of the trainer's processes.
@@ -66,7 +66,7 @@ class AdaptiveKLController:
             )
 
     def metrics(self) -> dict[str, float]:
-        """`trust_region/NAME_kl`, the mean KL that β last adapted to, if there is one since the last call."""
+        """`trust_region/NAME_kl`, the mean KL from which β was last adapted, if that was since the last call."""
         kl, self._kl = self._kl, None
         return {} if kl is None else {f"trust_region/{self.name}_kl": kl}
 
@@ -75,5 +75,5 @@ class AdaptiveKLController:
         return {"weight": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on with the β of a checkpoint."""
+        """Restores the β of a checkpoint."""
         self.value = state["weight"]

@@ -14,14 +14,14 @@ from troll.trust_region.metrics import Tally, step_tally, support_tally
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import TrustRegionStep
 
-#: The remedy against NaN and infinity.
+#: The advice in errors about NaN and infinity.
 REMEDY = (
     "and the update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
     "fp16, use bf16"
 )
 #: A larger fraction of projected tokens than this, over this many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
-#: The means over an update's tokens that the host has to know before it ends.
+#: The means over an update's tokens that the host needs before the update ends.
 _KNOWN = ("projected_fraction", "kl_before_mean")
 
 

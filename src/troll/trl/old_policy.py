@@ -21,9 +21,10 @@ OLD_POLICY = "troll_old_policy"
 
 
 class OldPolicy:
-    """Adds the old policy to a rollout whose updates need more of it than the sampled tokens' log-probabilities.
+    """Adds the old policy to a rollout, if its updates need more than the sampled tokens' log-probabilities.
 
-    Where the trainer has no `anchor`, the training network scores the rollout. Every method runs on every process.
+    Without an `anchor`, the old policy is captured when the training network scores the rollout. Every method runs on
+    every process.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -37,7 +38,7 @@ class OldPolicy:
         self.mean_entropy = 0.0
 
     def start(self) -> None:
-        """Begins a rollout, and forgets one that an exception has broken off."""
+        """Begins a rollout; drops one that an exception has interrupted."""
         trainer, training = self._trainer, self._trainer.model.training
         reads = self._args.reads_policies or trainer.diagnostics.due(rollout=True)
         self._captured, self._reads = None, training and reads and not self._args.always_on_policy
@@ -47,7 +48,7 @@ class OldPolicy:
             self._anchor.reports.clear()
 
     def claim_scoring(self) -> bool:
-        """Whether the scoring that TRL asks for now is the old policy's: true once in a rollout, or never."""
+        """Whether TRL's current scoring pass is that of the old policy: true at most once in a rollout."""
         expected, self._scores_expected = self._scores_expected, False
         return expected
 
@@ -61,7 +62,7 @@ class OldPolicy:
         *rest: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
-        """Scores a rollout as TRL's own method does, and captures its policies on the way.
+        """Scores a rollout like TRL's own method, and captures its policies in the same pass.
 
         Args:
             score: TRL's method, which calls a model for some sequences at a time; it takes all other arguments.

@@ -21,20 +21,20 @@ from troll.trl.checkpoints import load_state, save_state
 #: The file of a checkpoint with κ, where it adapts.
 RESAMPLING_STATE = "resampling.pt"
 
-#: By how much κ rises where the needed share rises by 1: DECS's.
+#: The change of κ for a change of the needed share by 1, as in DECS.
 CURRICULUM_RATE = 0.2
 
 
 class Resampling:
     """Replaces the groups of a trainer's rollout whose rewards are all equal; every method runs on every process.
 
-    After a rollout's own prompts, further rounds generate completions of others, a whole rollout each time, until every
-    such group has been replaced by one with different rewards, or `TrollConfig.resampling_rounds` are over. Only then
-    does TRL score completions and compute advantages, so it sees the rollout as it will be trained on.
+    After a rollout's own prompts, further rounds generate completions of other prompts, a whole rollout each time,
+    until every such group has been replaced by one with different rewards, or `TrollConfig.resampling_rounds` rounds
+    are over. Only then does TRL score completions and compute advantages, for the final rollout.
 
-    Of groups that are all right (equal rewards above 0), a share κ of the rollout's groups may stay:
-    `TrollConfig.resampling_right_share`. Where rewards speak of tokens, κ adapts by DECS's curriculum (arXiv
-    2509.25827): after rollout m, κ ← κ + 0.2 (R_m − R_{m−1}), within [0, 1], with the share R of needed tokens.
+    Groups with only right answers (equal rewards above 0) may stay, up to a share κ of the rollout's groups:
+    `TrollConfig.resampling_right_share`. With rewards of tokens, κ adapts by DECS's curriculum (arXiv 2509.25827):
+    after rollout m, κ ← κ + 0.2 (R_m − R_{m−1}), within [0, 1], with the share R of needed tokens.
 
     Raises:
         ValueError: With images, tools, environments, a rollout function or a data set without length.
@@ -65,25 +65,25 @@ class Resampling:
             save_state(state, checkpoint / RESAMPLING_STATE)
 
     def load(self, checkpoint: Path) -> None:
-        """Goes on with the κ of `save`; raises FileNotFoundError if it adapts and the checkpoint has none."""
+        """Restores the κ of `save`; raises FileNotFoundError if κ adapts and the checkpoint has none."""
         if self._adapts:
             state = load_state(checkpoint / RESAMPLING_STATE, "a run with resampling and rewards that speak of tokens")
             self._right_share, self._needed_share = state["right_share"], state["needed_share"]
 
     @contextmanager
     def rollout(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Samples a rollout, which TRL takes within the context instead of generating one.
+        """Samples a rollout, which TRL uses within the context instead of generating one.
 
-        TRL's metrics remain those of the first round, as without resampling; only `num_tokens` counts all rounds.
-        Four metrics are new: `resampling/rounds`, the number of rounds after the first; `resampling/equal_groups`,
-        the share of the first round's groups with equal rewards; `resampling/equal_groups_left`, that share in the
-        rollout that is trained on; and `resampling/right_share`, κ.
+        TRL's metrics remain those of the first round, as without resampling; only `num_tokens` counts all rounds. Four
+        metrics are added: `resampling/rounds`, the number of rounds after the first; `resampling/equal_groups`, the
+        share of the first round's groups with equal rewards; `resampling/equal_groups_left`, that share in the rollout
+        that is trained on; and `resampling/right_share`, κ.
 
         Args:
             examples: This process's rows of the data set for the rollout's own prompts.
 
         Yields:
-            The same rows, those of replaced groups exchanged.
+            The rows of the final rollout: `examples`, except in replaced groups.
         """
         trainer = self._trainer
         found = seam.sample(trainer, examples)
@@ -127,7 +127,7 @@ class Resampling:
         found.rewards[places[: len(sources)]] = more.rewards[sources]
 
     def _other_examples(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """For each further round, this process's part of as many completions as in the first."""
+        """For each further round, this process's part of the rows, as many as in the first round."""
         trainer, rows = self._trainer, len(examples)
         size, dataset = trainer.num_generations, trainer.train_dataset
         prompts = rows * trainer.accelerator.num_processes // size
@@ -143,7 +143,7 @@ class Resampling:
 
 
 def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """Which groups have nothing to compare, since all of their scored completions have the same reward.
+    """Finds the groups whose scored completions all have the same reward.
 
     Args:
         rewards: (N,), group by group; NaN where a completion was not scored.
@@ -158,9 +158,9 @@ def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def replaceable_groups(rewards: Tensor, num_generations: int, right_share: float) -> Tensor:
-    """Which groups are replaced: those with equal rewards, but for the first κG that are all right.
+    """Finds the groups to replace: those with equal rewards, except for the first κG groups with only right answers.
 
-    Full of mixed groups otherwise, a rollout then has κ/(1 − κ) groups that are all right for each of them.
+    If all other groups are mixed, the rollout then has κ/(1 − κ) groups with only right answers for each mixed one.
 
     Args:
         rewards: (N,), group by group; NaN where a completion was not scored.
@@ -176,7 +176,7 @@ def replaceable_groups(rewards: Tensor, num_generations: int, right_share: float
 
 
 def draw(size: int, count: int, seed: str) -> list[int]:
-    """Draws `count` numbers below `size` in random order; none comes again before all have come.
+    """Draws `count` numbers below `size` in random order; none is drawn twice before all others have been drawn.
 
     A seed gives the same numbers in every version of Python.
     """
@@ -200,7 +200,7 @@ def reward_metrics(rewards_per_function: Tensor, weights: Tensor, names: Sequenc
 
 
 def _completions(groups: Tensor, size: int) -> list[int]:
-    """The places of the completions of the groups that are true."""
+    """The indices of the completions of the groups that are true."""
     return groups.repeat_interleave(size).nonzero().flatten().tolist()
 
 

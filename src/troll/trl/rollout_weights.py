@@ -1,4 +1,4 @@
-"""Rollouts of older or rounded weights, as an inference engine's are, without its clock and its kernels."""
+"""Rollouts of older or rounded weights, which simulate an asynchronous engine except for its speed and kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WEIGHTS_STATE = "rollout_weights.pt"
 
 
 class RolloutWeights:
-    """Samples every rollout with the trained weights of k rollouts ago, rounded; the first k + 1 with the first ones.
+    """Samples rollouts with the trained weights of k rollouts ago, or the initial ones for the first k + 1; rounded.
 
-    A rollout is made and trained on in one process, and is still as old as one that waited in a queue of k. With
-    `anchor="old"`, only generation sees these weights, and the old policy is the network when the rollout is scored.
-    With `anchor="rollout"`, scoring sees them too, so the old policy is exactly the one that sampled the tokens.
+    A rollout is made and trained on in one process, but is as old as one from a queue of k rollouts. With
+    `anchor="old"`, only generation uses these weights, and the old policy is the network when the rollout is scored.
+    With `anchor="rollout"`, scoring uses them too, so the old policy is exactly the policy that sampled the tokens.
 
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.
@@ -53,7 +53,7 @@ class RolloutWeights:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Has TRL sample one rollout with these weights, and logs their age as `sampling/rollouts_behind`."""
+        """A context in which TRL samples one rollout with these weights; logs `sampling/rollouts_behind`, their age."""
         self._weights.append([parameter.detach().clone() for parameter in self._trained()])
         whole = self._trainer.args.anchor == "rollout"
         with self._sampling() if whole else seam.generating_within(self._trainer, self._sampling):
@@ -84,9 +84,9 @@ class RolloutWeights:
     def corrected(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """Corrects a rollout's advantages, (B, T), for these weights by truncated importance sampling.
 
-        The weight of a token is min(p(o)/p_s(o), C), with the old policy p, the policy p_s that sampled and C =
-        `TrollConfig.rollout_correction`; None leaves advantages as they are. The weight is positive, so it acts on any
-        surrogate's policy term as TRL's `importance_sampling_ratio` does for vLLM's rollouts.
+        The weight of a token is min(p(o)/p_s(o), C), with the old policy p, the policy p_s that sampled and
+        C = `TrollConfig.rollout_correction`; None does not change the advantages. Since the weight is positive, it acts
+        on the policy term of any surrogate like TRL's `importance_sampling_ratio` for vLLM's rollouts.
         """
         largest = self._trainer.args.rollout_correction
         if largest is None:

@@ -51,11 +51,11 @@ class TrollTrainer(GRPOTrainer):
     term's normalisation. The regression term is treated as TRL treats its own KL penalty: it acts on every scored
     token, and neither the high-entropy mask, nor the off-policy mask, nor vLLM's importance weights apply to it.
 
-    `TrollConfig.surrogate` puts a rival, or TRL's clip, in TROLL's place, and `TrollConfig.advantage_estimator` changes
-    how rewards become advantages; a comparison changes exactly one of them.
+    `TrollConfig.surrogate` replaces TROLL by another method, such as TRL's clip, and `TrollConfig.advantage_estimator`
+    selects the estimator of advantages; a comparison changes exactly one of them.
 
-    Everything else is as in `GRPOTrainer`, its arguments included. The network p̃ is saved and used for inference, never
-    the projection q.
+    Everything else, including the arguments, is as in `GRPOTrainer`. The network p̃ is saved and used for inference,
+    never the projection q.
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
@@ -136,7 +136,7 @@ class TrollTrainer(GRPOTrainer):
         self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the parent, for data parallelism only; with FSDP2, the model's outputs keep their dtype."""
+        """Overrides the parent: refuses other than data parallelism, and keeps the dtype of the outputs under FSDP2."""
         super().create_accelerator_and_postprocess()
         checks.refuse_model_parallelism(
             tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size()
@@ -162,7 +162,7 @@ class TrollTrainer(GRPOTrainer):
                 inputs = stack.enter_context(self.resampling.rollout(inputs))
             rolled_out = super()._generate_and_score_completions(inputs)
         rolled_out = self.conversations.with_sample_advantages(rolled_out)
-        # Before anything reads the sampler's log-probabilities: until then they say where its reports are.
+        # Before anything reads the sampler's log-probabilities: until then they are row numbers of its reports.
         if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
             rolled_out = self.anchor.read(rolled_out)
         if not training:
@@ -192,7 +192,7 @@ class TrollTrainer(GRPOTrainer):
         return rewards
 
     def observe_rewards(self, rewards: Tensor, judged: Judged) -> None:
-        """Keeps the (N, F) rewards of all processes' rollout and this one's completions; the last call counts."""
+        """Keeps the (N, F) rewards of all processes, and this process's completions; the last call counts."""
         self.ungraded.observe(rewards)
         self.advantages.observe(rewards, self.reward_weights, judged)
 
@@ -221,7 +221,7 @@ class TrollTrainer(GRPOTrainer):
         return loss
 
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """The parent's loss, in which the surrogate replaces the ratio, drops tokens or adds a penalty."""
+        """The parent's loss with the surrogate's changes: another ratio, dropped tokens, or a penalty."""
         diagnosed = OLD_POLICY in inputs and self.diagnostics.due()
         reads_policies = diagnosed or (OLD_POLICY in inputs and self.args.reads_policies)
         if self.surrogate.terms is None and not reads_policies:
@@ -255,7 +255,8 @@ class TrollTrainer(GRPOTrainer):
         # reference, metrics) is of the raw ones.
         changed, shifted = {"sampling_per_token_logps": old_log_probs, **inputs}, None
         if old is not None and new is not None and old.truncated and "ref_per_token_logps" in inputs:
-            # The KL to the reference stays one of the whole policies: both of its terms miss the same log p̃(S).
+            # The KL to the reference is still that of the whole policies: the same log p̃(S) is subtracted from both
+            # terms.
             changed["ref_per_token_logps"] = inputs["ref_per_token_logps"] - scatter(new.log_mass, scored)
         penalties = [] if terms.penalty is None else [scatter(terms.penalty, scored)]
         if terms.log_ratio is not None:
@@ -294,9 +295,9 @@ class TrollTrainer(GRPOTrainer):
     def _score(
         self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
     ) -> tuple[PolicyOnSupport | None, seam.Scores]:
-        """The new policy at the old one's tokens, (N,), and the scores that the parent would compute.
+        """The new policy at the old policy's tokens, (N,), and the scores that the parent would compute.
 
-        Where the old policy is truncated, the scores are on its tokens, as its own log-probabilities are.
+        With a truncated old policy, the scores are those on its kept set, like the old log-probabilities.
         """
         if old is None:
             return None, seam.score(self, model, inputs)
@@ -337,7 +338,7 @@ class TrollTrainer(GRPOTrainer):
         return Constraint.batch(mask, reduction, processes)[at]
 
     def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
-        """Shows the monitor the trust region of a micro-batch; without a projection, the KL of the network."""
+        """Passes the trust region of a micro-batch, or without a projection the network's KL, to the monitor."""
         if tokens.old is None or tokens.new is None:
             return
         step = terms.step
@@ -361,7 +362,7 @@ class TrollTrainer(GRPOTrainer):
         return self.beta * kl * (torch.exp(ratios[0]) - torch.exp(ratios[1]))
 
     def _aggregate(self, per_token: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Aggregates (B, T) values as the parent does its per-token loss, gradient accumulation included."""
+        """Aggregates (B, T) values like the parent's per-token loss, including gradient accumulation."""
         if self.loss_type == "dapo":
             tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
@@ -380,7 +381,7 @@ class TrollTrainer(GRPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As the parent, and adds the metrics of `troll eval` (docs/evaluate.md) if a reward is named `success`.
+        """Overrides the parent: adds the metrics of `troll eval` (docs/evaluate.md) if a reward is named `success`.
 
         Their names start with the prefix, which names the data set if there are several: `eval_pass@1`,
         `eval_aime24_pass@1`.
@@ -407,7 +408,7 @@ class TrollTrainer(GRPOTrainer):
     # Checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **kwargs: Any) -> Any:
-        """As the parent; True resumes from the newest complete checkpoint in `output_dir`.
+        """Overrides the parent: True resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
             ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete.

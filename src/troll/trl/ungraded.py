@@ -1,4 +1,4 @@
-"""Completions that a grader could not judge: a rollout leaves them out, even if other rewards score them."""
+"""Leaves completions that a grader could not judge out of a rollout, even if other rewards score them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HOPELESS_ROLLOUTS = 3
 
 
 class NothingJudgedError(RuntimeError):
-    """Raised when a grader can judge nothing any more; the message names the most frequent cause."""
+    """Raised when a grader has judged nothing in three rollouts in a row; names the most frequent cause."""
 
 
 class UngradedFilter:
     """Leaves out the completions of a rollout that could not be judged; every method runs on every process.
 
-    To TRL, None from a reward function means that the function does not apply, and the other functions' rewards count:
+    In TRL, None from a reward function means that the function does not apply, and the other functions' rewards count:
     a completion that no sandbox could test would be rewarded only for its format. None from a `Grader` means that the
-    worth of the completion is unknown. Such a row gets no reward at all, so no baseline counts it, and no token in the
-    loss.
+    score of the completion is unknown. Such a row gets no reward at all, so it is not in a baseline, and its tokens are
+    not in the loss.
 
     Args:
         accelerator: Gathers verdicts from the trainer's processes.
@@ -57,7 +57,7 @@ class UngradedFilter:
         return rewards[:, self._columns].isnan().any(1)
 
     def excluded(self, rewards: Tensor) -> Tensor:
-        """The (N, F) rewards, with nothing but NaN in the rows that could not be judged."""
+        """The (N, F) rewards, with NaN in all columns of the rows that could not be judged."""
         return rewards.masked_fill(self.rows(rewards).unsqueeze(1), torch.nan)
 
     def metrics(self, rewards: Tensor) -> dict[str, float]:
@@ -67,7 +67,7 @@ class UngradedFilter:
     # The rollout
 
     def observe(self, rewards: Tensor) -> None:
-        """Notes which rows of all processes' rollout, as it will be trained on, could not be judged."""
+        """Records which rows of the final rollout of all processes could not be judged."""
         self._rows = self.rows(rewards)
 
     def count_verdicts(self) -> None:
@@ -79,9 +79,9 @@ class UngradedFilter:
                     self._reasons[verdict.reason.removeprefix("unscored: ")] += 1
 
     def without(self, rolled_out: dict[str, Any], of_rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """This process's part of the rollout, in which these rows have no token in the loss.
+        """This process's part of the rollout, in which rows that could not be judged have no token in the loss.
 
-        Warns of such rows, more and more rarely.
+        Warns about such rows, at growing intervals.
 
         Args:
             rolled_out: This process's rollout.
@@ -132,7 +132,7 @@ class UngradedFilter:
             self._in_doubt |= self._trouble
 
     def left_nothing(self) -> bool:
-        """Whether the update that ends here has no token in the loss of any process, after trouble with its grading."""
+        """Whether the current update has no token in any process's loss, after completions could not be judged."""
         tokens, in_doubt = self._tokens, self._in_doubt
         self.start()
         return in_doubt and not self._accelerator.reduce(tokens, reduction="sum")

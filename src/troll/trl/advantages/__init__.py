@@ -1,1 +1,1 @@
-"""How rewards become advantages."""
+"""Computes advantages from rewards."""

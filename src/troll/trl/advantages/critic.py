@@ -37,10 +37,10 @@ _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: float) -> Tensor:
     """PPO's loss of each value: ½ max((V − R)², (V_old + clip(V − V_old, ±c) − R)²).
 
-    A value that has moved by more than c towards its target gets no gradient any more; one that has moved away does.
+    A value that has moved by more than c towards its target has no gradient; one that has moved away has one.
 
     Args:
-        values: V, the critic's values now, any shape; the loss and the next two have the same.
+        values: V, the critic's current values, any shape; the loss and the next two arguments have the same shape.
         returns: R, their targets.
         old_values: V_old, the values at the rollout.
         value_clip: c, in units of reward.
@@ -50,21 +50,22 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: 
 
 
 class Critic:
-    """Estimates values, trains the model that does, and saves it.
+    """The critic: estimates values, and trains and saves its value model.
 
     It runs in one process or more (DDP, or FSDP with `fsdp_version=2`). The gradient of an update is that of the mean
     loss over all its tokens, for any number of micro-batches and processes: micro-batches accumulate the sum, and
     `step` divides it by the number of tokens, which is known only then.
 
     Args:
-        accelerator: The trainer's. Its `sync_gradients` tells whether a micro-batch ends an update.
+        accelerator: The trainer's accelerator. Its `sync_gradients` tells whether a micro-batch ends an update.
         model: The language model to start from; this and the last two are arguments of `value_model`.
-        args: The trainer's configuration, which says how the critic is trained.
+        args: The trainer's configuration, with the settings of the critic.
         peft_config: The policy's adapter configuration; None trains all weights.
         model_init_kwargs: Arguments of `from_pretrained`, where `model` is a name.
 
     Raises:
-        ValueError: Under DeepSpeed, Megatron or the first version of FSDP, in fp16, and as `value_model`.
+        ValueError: Under DeepSpeed, Megatron or the first version of FSDP, in fp16, and for the models that
+            `value_model` refuses.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Critic:
         self.start()
 
     def start(self) -> None:
-        """Begins a training, without the gradients and sums of an interrupted update."""
+        """Begins a training run; drops the gradients and sums of an interrupted update."""
         self.optimizer.zero_grad()
         self._tokens = torch.zeros((), device=self.accelerator.device)
         self._tally = Tally()
@@ -109,7 +110,7 @@ class Critic:
     ) -> Tensor:
         """The values of the states in which the completions' tokens were chosen, (B, T) in float32, without gradient.
 
-        Values at padding mean nothing.
+        Values at padding are undefined.
 
         Args:
             input_ids: (B, P + T), prompts padded on the left and completions on the right.
@@ -196,7 +197,7 @@ class Critic:
         self._grad_norms.append(norm)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers for the log since the last call, over all tokens and processes; every process has to call it.
+        """The metrics to log, over all tokens and processes since the last call; every process has to call it.
 
         - `value_loss`, `value_mean` and `return_mean`, the means over tokens.
         - `clip_fraction`, the share of values that have moved by more than `value_clip` since the rollout.
@@ -204,7 +205,7 @@ class Critic:
           these returns: 1 is perfect, 0 no better than a constant. It is left out if all returns are equal.
         - `grad_norm`, before clipping, the mean over updates.
 
-        It is empty without a micro-batch. Where all completions are masked, only `grad_norm` is left.
+        Without a micro-batch the result is empty. If all completions are masked, it has only `grad_norm`.
         """
         if not self._tally.totals:
             return {}

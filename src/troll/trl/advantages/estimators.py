@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: The least variance to divide by: a batch of equal rewards has advantages of zero, not scaled rounding errors.
+#: The smallest variance to divide by, so that a batch of equal rewards has advantages of zero, not scaled rounding
+#: errors.
 MIN_VARIANCE = 1e-8
 
 #: Sums a small tensor over processes.
@@ -19,9 +20,9 @@ Reduce = Callable[[Tensor], Tensor]
 #: completions of a prompt; token counts are of the tokens in the loss.
 SequenceAdvantages = Callable[[Tensor, int, Tensor], Tensor]
 
-#: `(worths (N, T), num_generations) -> advantages (N, T)`, of the same completions. The worth of a token is what the
-#: rewards say of it, and after a completion's end the completion's reward; it is NaN where a completion could not be
-#: scored, and its advantages then 0.
+#: `(worths (N, T), num_generations) -> advantages (N, T)`, of the same completions. The worth of a token is its
+#: weighted reward, and after a completion's end the completion's reward; it is NaN where a completion could not be
+#: scored, and the advantages are then 0.
 TokenAdvantages = Callable[[Tensor, int], Tensor]
 
 
@@ -31,8 +32,8 @@ class Estimator:
 
     Args:
         of_sequences: Computes the advantages of whole completions; None if TRL or a critic does.
-        of_tokens: Computes those of single tokens; None if rewards that speak of tokens are refused.
-        needs_critic: Whether advantages are of tokens, from a critic's values: see `token_advantages`.
+        of_tokens: Computes the advantages of single tokens; None if rewards with a method `of_tokens` are refused.
+        needs_critic: Whether token advantages are computed from a critic's values, by `token_advantages`.
         needs_group: Whether a prompt needs at least two completions.
     """
 
@@ -43,7 +44,7 @@ class Estimator:
 
 
 def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:
-    """The reward of each completion: r_i = Σ_f w_f r_if over the functions that scored it, NaN where none did, (N,).
+    """The reward of each completion, (N,): r_i = Σ_f w_f r_if over the functions that scored it, NaN if none did.
 
     Args:
         rewards_per_function: (N, F), NaN where a function returned None.
@@ -105,7 +106,7 @@ def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
 def rloo_tokens(worths: Tensor, num_generations: int) -> Tensor:
     """RLOO at each position: A_it = w_it − 1/(n − 1) Σ_{j ≠ i} w_jt, in units of the reward.
 
-    Arguments and result are those of `TokenAdvantages`. Where a completion's tokens share its reward, it is `rloo`.
+    Arguments and result are those of `TokenAdvantages`. If all tokens of a completion have its reward, this is `rloo`.
     """
     return _less_the_others(worths.view(-1, num_generations, worths.shape[1])).view_as(worths)
 
@@ -125,7 +126,7 @@ def group_tokens(worths: Tensor, num_generations: int) -> Tensor:
 
 
 def _less_the_others(grouped: Tensor) -> Tensor:
-    """Each entry of (G, n, ...) less the mean of the others along n; 0 where it is NaN, or there are no others."""
+    """Each entry of (G, n, ...) minus the mean of the others along n; 0 where it is NaN, or there are no others."""
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
     mean_of_others = (grouped.nansum(dim=1, keepdim=True) - grouped) / others
     return (grouped - mean_of_others).masked_fill(grouped.isnan() | (others < 1), 0.0)
@@ -156,7 +157,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         values: (B, T), V_t before each token.
         mask: (B, T), 1 for the tokens of the policy. Rewards and values may be NaN elsewhere.
         gamma: Discount γ, in [0, 1].
-        lam: λ in [0, 1]: 0 is the one-step temporal difference, 1 the whole return less the value.
+        lam: λ in [0, 1]: 0 is the one-step temporal difference, 1 the whole return minus the value.
 
     Raises:
         ValueError: If the shapes differ.
@@ -209,7 +210,7 @@ def token_advantages(
     return advantages, returns, mask
 
 
-#: The estimators by name. "group" leaves TRL's own: GRPO, or with other settings of TRL Dr.GRPO and GSPO.
+#: The estimators by name. "group" is TRL's own: GRPO, or with other settings of TRL Dr.GRPO and GSPO.
 ESTIMATORS: dict[str, Estimator] = {
     "group": Estimator(needs_group=True),
     "reinforce_plus_plus": Estimator(reinforce_plus_plus),

@@ -1,4 +1,4 @@
-"""A rollout's advantages in place of TRL's, and PPO's critic."""
+"""Replaces the advantages of a rollout, and trains PPO's critic."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask
 class Advantages:
     """Computes the advantages of `TrollConfig.advantage_estimator`; every method runs on every process.
 
-    It changes one entry of a rollout, `advantages`; "gae" and the estimators of tokens make it (B, T), which TRL's loss
-    accepts. The critic of "gae" is trained together with the policy, in the same updates, by an optimiser of its own.
+    It changes one entry of a rollout, `advantages`. With "gae" and the estimators of tokens this entry is (B, T), which
+    TRL's loss accepts. The critic of "gae" is trained together with the policy, in the same updates, by an optimiser of
+    its own.
 
     Args:
         trainer: The `TrollTrainer`, with its model loaded.
         given: The `model` argument of the trainer: a name, or a model.
 
     Raises:
-        ValueError: If a reward speaks of tokens, and the estimator is of whole completions.
+        ValueError: If a reward has a method `of_tokens`, and the estimator is for whole completions.
     """
 
     def __init__(self, trainer: Any, given: Any) -> None:
@@ -38,7 +39,7 @@ class Advantages:
         self._estimator = ESTIMATORS[trainer.args.advantage_estimator]
         self._per_function = self._rewards = torch.empty(0)
         self._judged = Judged((), (), ())
-        #: The places of the reward functions that speak of tokens.
+        #: The indices of the reward functions with a method `of_tokens`.
         self.speaking = speaking(trainer.reward_funcs, trainer.reward_weights)
         if self.speaking and self._estimator.of_tokens is None:
             known = " or ".join(name for name, estimator in ESTIMATORS.items() if estimator.of_tokens is not None)
@@ -59,7 +60,7 @@ class Advantages:
         self._rewards = combine_rewards(rewards_per_function, weights)
 
     def put_into(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """A rollout with the estimator's advantages, and with the targets of its critic; TRL's table has them too."""
+        """Puts the estimator's advantages and the critic's targets into a rollout; TRL's table shows the advantages."""
         mask, conversations = loss_mask(rolled_out), self._trainer.conversations
         if self.critic is not None:
             ids, attention_mask = sequences(rolled_out)
@@ -93,7 +94,7 @@ class Advantages:
         return rolled_out | {"advantages": conversations.of_rows(advantages)}
 
     def _of_tokens(self, mask: Tensor) -> Tensor:
-        """The (B, T) advantages of this process's tokens, from what rewards say of them."""
+        """The (B, T) advantages of this process's tokens, from their rewards."""
         trainer, gather = self._trainer, self._accelerator.gather
         rewards = trainer.conversations.of_rows(self._per_function)
         said = ask(trainer.reward_funcs, self.speaking, rewards, self._judged, tokenizer_of(trainer))

@@ -1,4 +1,4 @@
-"""What rewards say of single tokens: reward functions with a method `of_tokens`."""
+"""Rewards of single tokens: reward functions with a method `of_tokens`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from troll.trl.seam import get_callable_name
 
 
 class Judged(NamedTuple):
-    """The n completions that one process's rewards are about.
+    """The n completions of one process that reward functions have scored.
 
     Attributes:
         examples: Rows of the data set.
-        completions: What was written, as reward functions get it: texts, or messages.
+        completions: The completions in the form that reward functions get: texts, or messages.
         completion_ids: The token ids of each completion, without padding.
     """
 
@@ -26,19 +26,19 @@ class Judged(NamedTuple):
     completion_ids: Sequence[Sequence[int]]
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """What a reward function gets of them by name, n values each."""
+        """The arguments of a reward function by name, n values each."""
         names = [name for name in self.examples[0] if name not in ("prompt", "completion", "completion_ids")]
         columns: dict[str, Sequence[Any]] = {name: [row[name] for row in self.examples] for name in names}
         columns["prompts"] = [row.get("prompt") for row in self.examples]
         return columns | {"completions": self.completions, "completion_ids": self.completion_ids}
 
 
-#: By a reward function's place and a completion's: the worth of each of the completion's tokens.
+#: The worth of each token of a completion, by the index of the reward function and the index of the completion.
 Said = dict[tuple[int, int], Tensor]
 
 
 def speaking(reward_funcs: Sequence[Any], weights: Tensor) -> list[int]:
-    """The places of the reward functions that speak of tokens; one of weight 0 is only logged, and is not asked."""
+    """The indices of the reward functions with a method `of_tokens`, without those of weight 0."""
     return [
         place
         for place, (reward, weight) in enumerate(zip(reward_funcs, weights.tolist(), strict=True))
@@ -47,17 +47,17 @@ def speaking(reward_funcs: Sequence[Any], weights: Tensor) -> list[int]:
 
 
 def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, judged: Judged, tokenizer: Any) -> Said:
-    """Asks reward functions about the tokens of the completions that they have scored.
+    """Calls the method `of_tokens` of reward functions for the completions that they have scored.
 
     Args:
         reward_funcs: All F functions.
-        places: Those of the functions to ask.
+        places: The indices of the functions to call.
         rewards: (n, F), NaN where a completion was not scored.
         judged: The n completions.
         tokenizer: Passed on to the functions.
 
     Raises:
-        ValueError: If a function returns another number of completions or tokens than it was asked about.
+        ValueError: If a function returns another number of completions or tokens than it was given.
     """
     said: Said = {}
     for place in places:
@@ -86,8 +86,8 @@ def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, jud
 def worths_of(rewards: Tensor, weights: Tensor, said: Said, width: int) -> Tensor:
     """The worth of each token, (n, `width`): w_it = Σ_f w_f r_fit over the functions that scored the completion.
 
-    r_fit is what function f says of token t, and r_fi, its reward of the whole completion, where it says nothing: of a
-    completion of which it returned None, and after the end. NaN in completions that no function scored.
+    r_fit is the value of function f for token t. If f has no values for the tokens of a completion, and after the
+    completion's end, r_fit is r_fi, the reward of the whole completion. Worths are NaN if no function scored it.
 
     Args:
         rewards: (n, F), NaN where a function returned None.
@@ -102,7 +102,7 @@ def worths_of(rewards: Tensor, weights: Tensor, said: Said, width: int) -> Tenso
 
 
 def needed(rewards: Tensor, said: Said) -> Tensor:
-    """Of what functions said of completions: the sum of the shares of needed tokens, and the number of shares, (2,).
+    """The sum of the completions' shares of needed tokens, and the number of these shares, (2,).
 
     A token is needed if its worth is at least the function's reward of the completion.
     """

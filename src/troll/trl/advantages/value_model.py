@@ -22,9 +22,9 @@ from troll.trl.checks import disable_dropout
 
 
 class ValueHead(nn.Linear):
-    """A linear layer to one value, in float32 even where the rest of the model computes in bf16.
+    """A linear layer to one value, in float32 even if the rest of the model computes in bf16.
 
-    The 8 bits of bf16 would round values, and with them all temporal differences, by 0.4 %.
+    With the 8 bits of bf16, values and therefore temporal differences would have an error of 0.4 % of the value.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -38,8 +38,8 @@ class ValueHead(nn.Linear):
     def reset_parameters(self) -> None:
         """Sets all weights to zero, so that values start at 0, and the first updates are those of REINFORCE.
 
-        A random head would add the noise of a random function of the text. The head's own gradient is that of a linear
-        regression, so it leaves zero at the first step, and the backbone learns from the second step on.
+        A random head would add noise to the values. The gradient of a head of zeros is that of a linear regression, so
+        the head is no longer zero after the first step, and the backbone learns from the second step on.
         """
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -51,15 +51,15 @@ def value_model(
     model_init_kwargs: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
-    """A value model: the backbone of a language model, without dropout, with a `ValueHead`.
+    """Makes a value model: the backbone of a language model, without dropout, with a `ValueHead`.
 
     Dropout is off because the critic's values at the rollout are compared with those in the update.
 
     Args:
         model: Name or folder of a language model; or a model, whose configuration and backbone weights are copied
             (without its adapter, if it has one).
-        peft_config: The policy's LoRA configuration. The backbone then gets an adapter of that shape and stays frozen
-            otherwise; the head is trained whole. None trains all weights.
+        peft_config: The policy's LoRA configuration. The backbone then gets an adapter of that shape and is otherwise
+            frozen; all weights of the head are trained. None trains all weights.
         model_init_kwargs: Arguments of `from_pretrained`, where `model` is a name. `dtype` is float32 by default.
         gradient_checkpointing: Whether layers are computed again in the backward pass, which saves memory.
 

@@ -1,6 +1,6 @@
-"""Everything private of TRL and transformers that we touch. `needed` checks at import that it has the shape we rely on.
+"""All private names of TRL and transformers that we use; `needed` checks at import that they fit.
 
-Nothing else in `troll.trl` names anything private of theirs.
+No other module in `troll.trl` uses a private name of theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
 
 def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
-    """Scores a micro-batch as TRL's own loss does."""
+    """Scores a micro-batch with TRL's scoring, as TRL's loss does."""
     return _scored(trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled)
 
 
@@ -59,7 +59,7 @@ def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> S
 
 
 def prompt_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
-    """Token ids of text prompts, as TRL generates from them."""
+    """Token ids of text prompts, as TRL passes them to generation."""
     return trainer._tokenize_prompts(prompts)[0]
 
 
@@ -70,7 +70,7 @@ def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's forward for a whole micro-batch, with the request for its router's loss."""
+    """The arguments of the model's forward for a whole micro-batch, including the request for the router's loss."""
     ids, mask = sequences(batch)
     images = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
     router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
@@ -118,7 +118,7 @@ def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
 
 
 def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
-    """Has TRL log these numbers of training with its own, the next time that it logs."""
+    """Adds these training metrics to those that TRL logs next."""
     for name, value in metrics.items():
         trainer._metrics["train"][name].append(value)
 
@@ -161,7 +161,7 @@ class Completions:
         return [self.examples, *own, self.extras]
 
     def __getitem__(self, place: int) -> list[Any]:
-        """All that belongs to one completion, except for its rewards."""
+        """The values of one completion, without its rewards."""
         return [column[place] for column in self._columns()]
 
     def __setitem__(self, place: int, completion: list[Any]) -> None:
@@ -170,7 +170,7 @@ class Completions:
 
 
 def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
-    """Has TRL generate completions, one for each example of this process, and compute their rewards."""
+    """Calls TRL to generate completions, one for each example of this process, and to compute their rewards."""
     prompts = [example["prompt"] for example in examples]
     output = list(trainer._generate(prompts))
     completion_ids, completions = output[1], output[3]
@@ -182,7 +182,7 @@ def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
 
 
 def completions(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
-    """Has TRL generate a completion of each prompt, by the token ids of both; log-probabilities are an engine's."""
+    """Calls TRL to generate a completion of each prompt, as token ids; with log-probabilities if an engine has them."""
     return trainer._generate_single_turn(prompts, None, {}, 1)
 
 
@@ -203,7 +203,7 @@ def unlogged(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
-    """Has TRL take these completions and rewards instead of generating and computing its own."""
+    """A context in which TRL uses these completions and rewards instead of generating and computing its own."""
     for extra in completions.extras:
         for name, value in extra.items():
             trainer._pending_extra_logs[name].append(value)
@@ -214,7 +214,7 @@ def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
 
 @contextmanager
 def generating_within(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Has TRL generate completions within a context, and score and judge them outside of it."""
+    """Makes TRL generate completions within a context, but score and judge them outside of it."""
     generate = trainer._generate
 
     def within(*args: Any) -> Any:
@@ -227,7 +227,7 @@ def generating_within(trainer: Any, context: Callable[[], AbstractContextManager
 
 @contextmanager
 def generated(trainer: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
-    """Has TRL go on with what a function makes of `_generate`'s result."""
+    """A context in which TRL uses the result of `change` instead of the result of `_generate`."""
     generate = trainer._generate
     with _replaced(trainer, _generate=lambda *args: change(generate(*args))):
         yield
@@ -271,7 +271,7 @@ def micro_batches_done(trainer: Any) -> int:
 
 
 def forget_rollout(trainer: Any) -> None:
-    """Has TRL make a rollout in its next pass, instead of going on with one that was interrupted."""
+    """Makes TRL generate a rollout in its next pass, instead of continuing with an interrupted one."""
     trainer._step, trainer._buffered_inputs = 0, None
 
 
@@ -286,7 +286,7 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def start_table(trainer: Any) -> None:
-    """Gives a trainer a table of completions of its own, with no completion in it."""
+    """Gives a trainer its own empty table of completions."""
     logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
     trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
 
@@ -314,24 +314,23 @@ def engine_settings(generation: Any) -> dict[str, Any]:
 
 
 def engine_vocabulary(generation: Any) -> int | None:
-    """The tokens of the model that a colocated vLLM has read; None for a server."""
+    """The size of the vocabulary of the model in a colocated vLLM; None for a server."""
     if generation.mode != "colocate":
         return None
     return generation.llm.llm_engine.model_config.hf_text_config.vocab_size
 
 
 def allow_log_probs(generation: Any, number: int) -> None:
-    """Raises a colocated vLLM's cap on the log-probabilities of a token, for which TRL has no setting, to N."""
+    """Raises a colocated vLLM's limit of log-probabilities per token, for which TRL has no setting, to N."""
     if generation.mode == "colocate":
         config = generation.llm.llm_engine.model_config  # read anew for each request; a cap of -1 is none
         config.max_logprobs = max(config.max_logprobs, number) if config.max_logprobs >= 0 else -1
 
 
 def load_whole_weights(generation: Any) -> None:
-    """Has a colocated vLLM on a CPU load the trained weights as it loads a checkpoint's.
+    """Makes a colocated vLLM on a CPU load the trained weights in the way in which it loads a checkpoint.
 
-    TRL writes into the parameters of vLLM's layers. On a CPU vLLM computes with packed copies of these, and the
-    parameters are empty.
+    TRL writes into the parameters of vLLM's layers. On a CPU these are empty, since vLLM computes with packed copies.
 
     Args:
         generation: Its `sync_weights` is replaced, unless the engine is on another device or a server.
@@ -351,7 +350,7 @@ def load_whole_weights(generation: Any) -> None:
 def _load_and_pack(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     worker.reload_weights(weights_iterator=weights)
     for layer in worker.get_model().modules():
-        # A head that shares the embedding's weights has none of its own to load, and its packed copy would be the old.
+        # A head that shares the embedding's weights has no weights to load, so its packed copy would keep the old ones.
         if hasattr(layer, "cpu_linear") and layer.weight.numel():
             layer.quant_method.process_weights_after_loading(layer)
 

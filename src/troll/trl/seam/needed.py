@@ -1,4 +1,4 @@
-"""The private methods of TRL that we touch: why, and the shape that each must have."""
+"""The private methods of TRL that we use: the purpose of each, and the parameters and names that it must have."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ FUNCTIONS = (
 
 
 def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
-    """Yields a sentence for each thing that TRL lacks and the seam needs; none if all is there.
+    """Yields a sentence for each name that the seam needs and TRL lacks; nothing if all are there.
 
-    The arguments stand in for `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils` in tests.
+    In tests, the arguments replace `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils`.
     """
     for needed in (*OVERRIDDEN, *RELIED_ON, *ENGINE):
         yield from dataclasses.replace(needed, owner=trainer if needed.owner is GRPOTrainer else engine).missing()

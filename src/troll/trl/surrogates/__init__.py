@@ -1,7 +1,7 @@
-"""Surrogates, which keep an update near the old policy: TROLL's projection and its rivals.
+"""Surrogates: the methods that keep an update near the old policy, TROLL's projection among them.
 
-To add one, write a function from `ScoredTokens` to `Terms`, and a class of its own settings if it has any, and
-register both in `SURROGATES`.
+To add one, write a function from `ScoredTokens` to `Terms`, and a class for its settings if it has any, and register
+both in `SURROGATES`.
 """
 
 from __future__ import annotations

@@ -48,13 +48,14 @@ class KLPenaltySettings:
 
     Attributes:
         weight: β; with a `target`, its initial value.
-        direction: What is penalised: "old_new", KL(p ‖ p̃), as PPO does; or "new_old", KL(p̃ ‖ p).
-        target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of the
-            rollout's last update was below d/1.5, and doubled where it was above 1.5 d, at most 1024 times larger or
-            smaller than `weight`. An update must not take passes over two rollouts. None keeps β.
-        clip: ε of PPO's clip, which also limits each token's ratio; from 1 on, it has no lower end. None clips nothing.
+        direction: The divergence of the penalty: "old_new", KL(p ‖ p̃), as in PPO; or "new_old", KL(p̃ ‖ p).
+        target: d, the mean KL (nats) that β is adapted to keep: after each rollout β is halved if the mean KL of the
+            rollout's last update was below d/1.5, and doubled if it was above 1.5 d, at most 1024 times larger or
+            smaller than `weight`. An update must not use tokens of two rollouts. With None, β is fixed.
+        clip: ε of PPO's clip, which limits each token's ratio in addition; from 1 on without a lower end. None: no
+            clip.
         cap: c > 1, the largest ratio: min(r, c) for the ratio r with either sign of the advantage, so that a token
-            above it has no policy gradient. None caps nothing.
+            above it has no policy gradient. None: no cap.
     """
 
     weight: float = number(1.0, "finite and above 0")
@@ -87,7 +88,7 @@ def kl_penalty(tokens: ScoredTokens, args: ConfigFields, own: KLPenaltySettings)
 
 
 def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | None) -> Tensor:
-    """The raw log ratio within PPO's clip and below a cap, (N,), without gradient where either holds it.
+    """The raw log ratio limited by PPO's clip and by a cap, (N,), without gradient where it is limited.
 
     Args:
         tokens: The tokens, (N,).
@@ -132,6 +133,6 @@ class GMPOSettings:
 
 
 def gmpo(tokens: ScoredTokens, args: ConfigFields, own: GMPOSettings) -> Terms:
-    """GMPO (arXiv 2507.20673): clips log ratios that the advantage pushes out; TRL takes a sequence's mean."""
+    """GMPO (arXiv 2507.20673): clips log ratios in the direction of the advantage; TRL averages over a sequence."""
     log_ratio, bound = tokens.log_ratio, own.range
     return Terms(log_ratio=torch.where(tokens.advantages > 0, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound)))

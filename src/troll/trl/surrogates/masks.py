@@ -1,6 +1,6 @@
 """Surrogates that drop tokens: the ratio stays raw, and a dropped token has no policy term.
 
-A dropped token keeps its place in the normalisation of the loss. docs/surrogates.md has the formulas side by side.
+A dropped token still counts in the normalisation of the loss. docs/surrogates.md has the formulas side by side.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class DPPOTVSettings:
 
     Attributes:
         threshold: δ, the total variation above which a token is dropped.
-        outcomes: The outcomes on which it is measured: "binary", the sampled token and the rest; or "top_k",
-            `support_top_k` tokens and the rest.
+        outcomes: The outcomes of the total variation: "binary", the sampled token and all others; or "top_k",
+            `support_top_k` tokens and all others.
     """
 
     threshold: float = number(0.15, "in (0, 1]")
@@ -38,7 +38,7 @@ class DPPOKLSettings:
 
     Attributes:
         threshold: δ, the KL divergence (nats) above which a token is dropped.
-        outcomes: The outcomes on which it is measured, as for "dppo_tv".
+        outcomes: The outcomes of the divergence: "binary" or "top_k", as for "dppo_tv".
     """
 
     threshold: float = number(0.05, "finite and above 0")
@@ -64,7 +64,7 @@ class IPOSettings:
     """The settings of "ipo".
 
     Attributes:
-        threshold: The change of a token's probability above which it is dropped.
+        threshold: The change of its probability above which a token is dropped.
         kl_weight: λ, the weight of (log ratio)² in the loss.
     """
 
@@ -166,9 +166,9 @@ class M2POSettings:
 
 
 def m2po(tokens: ScoredTokens, args: ConfigFields, own: M2POSettings) -> Terms:
-    """M2PO (arXiv 2510.01161): PPO's clip at the width where the second moment of the log ratio meets a threshold.
+    """M2PO (arXiv 2510.01161): PPO's clip whose width τ brings the second moment of the log ratio to a threshold.
 
-    A width τ makes it the mean of min((log r)², τ²) over the tokens that the gradient moves away from p. This follows
+    The second moment is the mean of min((log r)², τ²) over the tokens that the gradient moves away from p. This follows
     the authors' code, Infini-AI-Lab/M2PO, `verl/trainer/ppo/core_algos.py` (af54a3e8feff; `compute_m2po_policy_loss`):
     the mean is over a micro-batch of one process, and p is the policy that sampled.
     """

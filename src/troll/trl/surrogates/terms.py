@@ -33,9 +33,9 @@ class ScoredTokens:
         advantages: A of the tokens.
         kl_bound: ε in nats, a float or (N,).
         penalty_weight: The weight of the surrogate's divergence for this update: α of a pull, β of a KL penalty.
-        constraint: Which tokens share a multiplier; None if each has its own.
-        old: The old policy; None where the surrogate does not read policies.
-        new: The new policy on the outcomes that the step needs, differentiable; None where `old` is.
+        constraint: Groups of tokens that share a multiplier; None if each has its own.
+        old: The old policy; None if the surrogate does not need whole distributions.
+        new: The new policy on the outcomes that the step needs, differentiable; None if `old` is None.
         sequence: The row of each token's sequence in the micro-batch, int64. A sequence is whole: all its tokens are in
             this micro-batch, next to each other and in order.
         counts: Bool, true for the tokens that count in the loss; false, for example, for the output of a tool. A
@@ -66,15 +66,15 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class Terms:
-    """The changes of a surrogate to the loss `−exp(log ratio) · A`, each (N,); None changes nothing.
+    """A surrogate's changes to the loss `−exp(log ratio) · A`, each (N,); None means no change.
 
     Attributes:
         log_ratio: Replaces log p̃(o)/p(o) in the ratio; differentiable.
         keep: Bool, true for the tokens whose policy term counts.
         penalty: Added to the loss of each token, with the policy term's normalisation; differentiable.
-        penalised_kl: The KL divergence that the penalty weights, in nats, without gradient; an adaptive weight follows
-            it.
-        step: The trust region, for the log.
+        penalised_kl: The KL divergence in the penalty, in nats, without gradient, from which an adaptive weight is
+            adapted.
+        step: The step of the trust region, for the log.
     """
 
     log_ratio: Tensor | None = None
@@ -96,14 +96,14 @@ class Surrogate:
     Attributes:
         terms: The surrogate itself, a function of the tokens, the configuration, and the surrogate's own settings; None
             leaves TRL's loss as it is.
-        own: The class of its own settings, which `surrogate_kwargs` holds.
+        own: The class of the surrogate's own settings, which users set by `surrogate_kwargs`.
         fields: The fields of `TrollConfig` that this surrogate reads and some others do not.
         sets: Fields of TRL's `GRPOConfig`, and the values that they must have with this surrogate.
-        weighted: The name in the log of the divergence that has a weight, as `*_weight` and `*_kl`; None for none.
+        weighted: The name in the log of the divergence with a weight (`NAME_weight`, `NAME_kl`); None for none.
         clips: Whether TRL's clip stays on.
-        projects: Whether there is a projection within ε, to be measured and logged.
-        reads_policies: Takes its own settings, and says whether it needs distributions in addition to the sampled
-            tokens' log-probabilities.
+        projects: Whether there is a projection, to be measured and logged.
+        reads_policies: A function of the surrogate's own settings that tells whether it needs whole distributions in
+            addition to the sampled tokens' log-probabilities.
     """
 
     terms: Callable[[ScoredTokens, ConfigFields, Any], Terms] | None = None
@@ -117,5 +117,5 @@ class Surrogate:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """All settings that it reads and some others do not, its own ones as `surrogate_kwargs.NAME`."""
+        """All settings that this surrogate reads and some others do not; its own ones as `surrogate_kwargs.NAME`."""
         return self.fields + tuple(f"surrogate_kwargs.{entry.name}" for entry in dataclasses.fields(self.own))
