@@ -1,4 +1,4 @@
-"""Temporally-correlated episodic RL (TCE, arXiv 2401.11437): whole movements as actions, judged segment by segment.
+"""Temporally-correlated episodic RL (TCE, arXiv 2401.11437): actions are whole movements, advantages are of segments.
 
 The policy is a Gaussian over the weights of a movement primitive, updated within the trust regions of `troll.gaussian`.
 These names need torch only; environments and `troll train` need the extra `episodic`.

@@ -21,36 +21,36 @@ class EpisodicConfig:
 
     Attributes:
         environment: `reach`, `box`, `box-sparse`, or a task of Meta-World such as `metaworld:reach-v3`.
-        events: What the ratio is of: `segments` of a movement (TCE), or whole `episodes` (black-box).
-        constraint: What holds the policy back: the `trust_region`, or the `clip` of the ratio.
-        mean_bound: KL of the means at most, in nats.
-        covariance_bound: KL of the covariances at most, in nats.
+        events: The events of the importance ratio: `segments` of a movement (TCE), or whole `episodes` (black-box).
+        constraint: The limit on an update: the `trust_region`, or the `clip` of the ratio.
+        mean_bound: Bound on the KL of the means, in nats.
+        covariance_bound: Bound on the KL of the covariances, in nats.
         pull_weight: Weight of the pull to the projection in the loss.
-        clip: The ratio stays within 1 ± this, for `constraint: clip`.
-        num_bases: Bases of each joint.
+        clip: Half-width of the clip's interval around 1, for `constraint: clip`.
+        num_bases: Number of basis functions of each joint.
         alpha: Stiffness of the movement.
         initial_scale: Standard deviation of the weights at the start, in units of the joints.
         contextual_covariance: Whether the covariance depends on the context.
-        segment_points: Time points at which a movement is cut.
+        segment_points: Number of time points at which a movement is cut into segments.
         likelihood_noise: Variance of a position about its movement, in squared units of the joints.
-        discount: γ of a step.
+        discount: Discount γ of a step.
         gae_decay: λ of the critic's targets.
-        iterations: Rollouts, each followed by updates.
-        episodes: Episodes of a rollout.
-        updates: Of the policy, on each rollout as a whole.
-        critic_updates: Of the critic, on each rollout as a whole.
-        learning_rate: Adam's, for the policy.
-        critic_learning_rate: Adam's, for the critic.
-        max_grad_norm: A longer gradient is shortened to it. The pull grows with the square of the distance to the
-            region, so one step too far would otherwise lead to larger ones.
-        hidden: Units in each of two hidden layers of the networks.
+        iterations: Number of rollouts, each followed by updates.
+        episodes: Number of episodes in a rollout.
+        updates: Number of updates of the policy per rollout, each on the whole rollout.
+        critic_updates: Number of updates of the critic per rollout, each on the whole rollout.
+        learning_rate: Learning rate of the policy's Adam.
+        critic_learning_rate: Learning rate of the critic's Adam.
+        max_grad_norm: The norm to which gradients are clipped. The pull grows with the square of the distance to the
+            region, so without clipping one large step would lead to larger ones.
+        hidden: Units in each of the two hidden layers of the networks.
         eval_every: Iterations between evaluations, each of which also saves a checkpoint.
-        eval_episodes: Episodes of an evaluation, always the same, with the mean movement.
-        num_envs: Environments that step together; divides `episodes` and `eval_episodes`.
-        processes: Whether each environment has a process of its own.
+        eval_episodes: Number of episodes in an evaluation, always the same, with the mean movement.
+        num_envs: Number of environments that step together; divides `episodes` and `eval_episodes`.
+        processes: Whether each environment runs in its own process.
         seed: Seed of the initial networks, of movements and episodes.
         output_dir: The run's folder.
-        resume_from_checkpoint: Whether to go on in a folder that holds this run.
+        resume_from_checkpoint: Whether to resume the run in a folder.
     """
 
     environment: str = "reach"
@@ -97,7 +97,7 @@ class EpisodicConfig:
                 raise ValueError(f"{name} must be a multiple of num_envs={self.num_envs}, got {getattr(self, name)}")
 
     def settings(self) -> dict[str, Any]:
-        """What a run records: all but how it was started."""
+        """The settings that a run records: all except those of how it was started."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != _HOW_IT_STARTS}
 
 

@@ -1,4 +1,4 @@
-"""What learns from a rollout: the policy over movements, and a critic of single steps."""
+"""Updates of the policy over movements, and of a critic of single steps, from rollouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from troll.gaussian import Gaussian, kl_parts, project_kl
 
 
 class Critic(nn.Module):
-    """The value of an observation with so much of the episode left; 0 after its last step.
+    """The value of an observation and the remaining time of its episode; 0 after the last step.
 
     Values are in units of the first rollout's returns, so that one learning rate serves rewards of any size.
     """
@@ -32,7 +32,7 @@ class Critic(nn.Module):
         self.register_buffer("scale", torch.zeros((), dtype=torch.float64))
 
     def set_units(self, rewards: Tensor) -> None:
-        """Takes the mean and the spread of what is left to gain, once, from the rewards (B, T) of a first rollout."""
+        """Sets the units, once: mean and spread of the rewards to go in the first rollout, from its rewards (B, T)."""
         if self.scale == 0:
             left = rewards.flip(-1).cumsum(-1)
             self.offset.copy_(left.mean())
@@ -52,8 +52,8 @@ class Learner:
     Args:
         config: The run's settings.
         primitive: The tables of the movements.
-        observed: Numbers in an observation.
-        joints: What a movement moves.
+        observed: Size of an observation.
+        joints: Number of joints that a movement moves.
     """
 
     def __init__(self, config: EpisodicConfig, primitive: ProDMP, observed: int, joints: int) -> None:
@@ -71,14 +71,14 @@ class Learner:
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_learning_rate)
 
     def update(self, rollout: Rollout, generator: torch.Generator) -> dict[str, float]:
-        """Learns from a rollout of the current policy.
+        """Updates policy and critic by a rollout of the current policy.
 
         Args:
             rollout: B episodes.
-            generator: Where the phase of the cuts comes from.
+            generator: The random numbers for the phase of the cuts.
 
         Returns:
-            Metrics.
+            Metrics by name.
         """
         self.critic.set_units(rollout.rewards)
         with torch.no_grad():
@@ -147,11 +147,11 @@ class Learner:
         return {"value_loss": loss.item(), "explained_variance": explained.item()}
 
     def state(self) -> dict[str, Any]:
-        """All that an update depends on, for `torch.save`."""
+        """The state on which further updates depend, for `torch.save`."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores a result of `state`."""
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
 
@@ -165,7 +165,7 @@ class Learner:
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor, max_grad_norm: float) -> None:
-    """Takes one step, along a gradient of at most this length.
+    """Makes one step of the optimiser, with the gradient clipped to a norm.
 
     Raises:
         FloatingPointError: If the loss is NaN or infinite.

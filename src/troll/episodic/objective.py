@@ -1,7 +1,7 @@
-"""The policy's loss on a batch of episodes: which events the ratio is of, and what holds the policy back.
+"""The policy's loss on a batch of episodes: the ratio of events times their advantages, with a limit on the update.
 
-Events are the segments of a movement, each with an advantage of its own, or whole episodes as black boxes. A trust
-region projects the policy before the ratio is taken and pulls the network to the projection; the clip is its rival.
+Events are the segments of a movement, each with its own advantage, or whole episodes as black boxes. A trust region
+projects the policy before the ratio is computed, and pulls the network to the projection; a clip limits the ratio.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from troll.gaussian import Gaussian, GaussianProjection, project_kl, trust_region_loss
 
-#: From a policy to the log-density of each event of the batch, (...), in nats.
+#: A function from a policy to the log-density of each event of the batch, (...), in nats.
 LogProb = Callable[[Gaussian], Tensor]
 
 
@@ -41,14 +41,14 @@ def trust_region_objective(
     """TCE's loss: the ratio of the projected policy, and the pull of the network's own policy to the projected one.
 
     Args:
-        new: p̃, what the network gives now, for B episodes.
-        old: p, which made the episodes, without gradient.
-        log_prob: Of the batch's events.
-        old_log_prob: What it gives for `old`, (...).
-        advantages: Of the events, (...).
-        mean_bound: ε_μ > 0 in nats.
-        covariance_bound: ε_Σ > 0 in nats.
-        pull_weight: α ≥ 0.
+        new: p̃, the network's current policy, for B episodes.
+        old: p, the policy that made the episodes, without gradient.
+        log_prob: The log-density of the batch's events under a policy.
+        old_log_prob: `log_prob(old)`, (...).
+        advantages: The advantages of the events, (...).
+        mean_bound: ε_μ > 0, the bound on the KL of the means, in nats.
+        covariance_bound: ε_Σ > 0, the bound on the KL of the covariances, in nats.
+        pull_weight: α ≥ 0, the weight of the pull.
 
     Returns:
         The loss, a scalar, and the projection.

@@ -17,8 +17,8 @@ class MovementPolicy(nn.Module):
     Everything is float64: likelihoods of positions are nearly singular, and the networks are small.
 
     Args:
-        context_size: Numbers in a context.
-        num_weights: Weights of a movement, d.
+        context_size: Size of a context.
+        num_weights: d, the number of weights of a movement.
         hidden: Units in each of the two hidden layers.
         scale: Standard deviation of every weight at the start.
         contextual_covariance: Whether the covariance depends on the context; otherwise all contexts share one.
@@ -50,7 +50,7 @@ class MovementPolicy(nn.Module):
         return Gaussian(self.mean(contexts), factor_from(parameters))
 
     def write_back(self, projected: Gaussian) -> None:
-        """Sets a shared covariance to its projection; a covariance from a network follows by the pull only."""
+        """Sets a shared covariance to its projection; a covariance that depends on the context is only pulled."""
         if self.factor_offset is None:
             write_back(self.factor_parameters, projected)
 
@@ -72,18 +72,18 @@ def sample(policy: Gaussian, generator: torch.Generator | None = None) -> Tensor
 
 
 def segment_log_prob(policy: Gaussian, primitive: ProDMP, weights: Tensor, cuts: Tensor, noise: float = 1e-5) -> Tensor:
-    """The log-density of each segment of a movement, by the positions of all joints at its two ends.
+    """The log-density of each segment of a movement: that of the positions of all joints at the segment's two ends.
 
-    They have the density `N(H_k μ, H_k Σ H_kᵀ + ρI)`, where `H_k` are the basis at both ends. What the initial position
-    and velocity add to a movement cancels, so it takes only the weights.
+    These positions have the density `N(H_k μ, H_k Σ H_kᵀ + ρI)`, where `H_k` is the basis at both ends. The terms of
+    the initial position and velocity cancel, so only the weights are needed.
 
     Args:
-        policy: Of B episodes, over d = D (n + 1) weights of D joints.
+        policy: The policy of B episodes, over d = D (n + 1) weights of D joints.
         primitive: The tables of the movement.
-        weights: Of the movements that were made, (B, d).
+        weights: The weights of the movements that were made, (B, d).
         cuts: The ends of K segments as indices into the time points, (K + 1,) int64, ascending.
-        noise: ρ, the variance of a position about the movement, which keeps the density finite: at the start, where
-            a movement has no freedom, it is all there is.
+        noise: ρ, the variance of a position about the movement, which keeps the density finite: at the start, where all
+            movements have the same position, it is the only variance.
 
     Returns:
         (B, K), in nats, differentiable in the policy.

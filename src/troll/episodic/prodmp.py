@@ -1,6 +1,7 @@
 r"""Probabilistic dynamic movement primitives: trajectories that start where the robot is, and linear in their weights.
 
-A dynamic movement primitive (arXiv 2210.01531) is a damped spring that is drawn to a goal g and pushed on its way,
+A dynamic movement primitive (arXiv 2210.01531) is a damped spring with the rest position g, its goal, and a driving
+force,
 
     τ²ÿ  =  α(β(g − y) − τẏ) + x(t) φ(x)ᵀw,     x(t) = e^{−α_x t/τ},     β = α/4 .
 
@@ -31,17 +32,18 @@ class ProDMP:
     r"""Movement primitives of one duration, `y = y_init + H(t) w`, on a grid of `num_steps + 1` time points from 0.
 
     The bases are `φ_i ∝ exp(−(x − c_i)²/2σ_i²)`, which sum to 1. Their centres are the phases `c_i = x(t_i)` of equally
-    spaced times from 0 to the duration, and σ_i is the distance to the next centre, which for the last lies beyond the
-    end. So do those of mp-pytorch with a `basis_bandwidth_factor` of 1.
+    spaced times from 0 to the duration, and σ_i is the distance to the next centre, which for the last one is beyond
+    the end. They are those of mp-pytorch with a `basis_bandwidth_factor` of 1.
 
-    The weights of a joint are those of its bases, and last the goal, relative to the start: zero weights stay at rest.
-    A weight of 1 moves the joint by at most 1, so `w = weight_scale * weights` are those of the equation.
+    The weights of a joint are those of its bases, followed by the goal, relative to the start: with zero weights a
+    joint at rest stays at rest. A weight of 1 moves the joint by at most 1: the equation's weights are
+    `w = weight_scale * weights`.
 
     Everything is float64.
 
     Args:
-        num_bases: Bases of each joint.
-        num_steps: Time steps of a trajectory.
+        num_bases: n, the number of bases of each joint.
+        num_steps: T, the number of time steps of a trajectory.
         time_step: Seconds from one time point to the next.
         alpha: α > 0, the stiffness: the spring has come to rest after about `12 / α` of the duration.
         alpha_phase: α_x > 0, the rate at which the phase falls from 1 to `e^{−α_x}`.
@@ -101,8 +103,8 @@ class ProDMP:
         """The trajectory of zero weights, which only brings the initial velocity to rest.
 
         Args:
-            position: Of D joints at the start, (..., D).
-            velocity: Of the same, per second.
+            position: Positions of D joints at the start, (..., D).
+            velocity: Velocities of the joints at the start, (..., D), per second.
 
         Returns:
             `y_init`, (..., T + 1, D), and its velocity.
@@ -116,9 +118,9 @@ class ProDMP:
         """The trajectory of D joints at every time point; differentiable.
 
         Args:
-            weights: (..., D (n + 1)), joint by joint.
-            position: At the start, (..., D).
-            velocity: At the start, (..., D), per second.
+            weights: The weights, (..., D (n + 1)), joint by joint.
+            position: Positions at the start, (..., D).
+            velocity: Velocities at the start, (..., D), per second.
 
         Returns:
             Positions, (..., T + 1, D), and velocities, per second.

@@ -1,4 +1,4 @@
-"""The page about a run on movements: curves over environment steps, and the ways to the targets, in one HTML file."""
+"""The page about a run on movements: curves over environment steps, and paths to the targets, in one HTML file."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _curve(card: _Card, rows: Rows) -> str:
 
 
 def _ways(when: str, paths: Sequence[Sequence[Sequence[float]]], targets: Sequence[Sequence[float]]) -> str:
-    """The ways of a few held-out episodes in the plane, each with its target in the same colour."""
+    """The paths of a few held-out episodes in the plane, each with its target in the same colour."""
 
     def paint(axes: Axes) -> None:
         for number, (path, target) in enumerate(zip(paths, targets, strict=True)):

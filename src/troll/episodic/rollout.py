@@ -20,10 +20,10 @@ class Rollout:
     """B episodes of T steps, float64.
 
     Attributes:
-        observations: From the first to the one after the last step, (B, T + 1, o).
-        rewards: (B, T).
-        weights: Of the movements, (B, d).
-        success: At the last step, (B,) bool.
+        observations: The observations before each step and after the last one, (B, T + 1, o).
+        rewards: The rewards of the steps, (B, T).
+        weights: The weights of the movements, (B, d).
+        success: Whether each episode is solved at its last step, (B,) bool.
     """
 
     observations: Tensor
@@ -40,7 +40,8 @@ class Rollout:
 def make_environments(task: Task, count: int, processes: bool) -> Environments:
     """A number of environments of a task, in this process or with a process for each.
 
-    Processes cost about as much time for a step as the arm's physics does; they pay where a step takes milliseconds.
+    The communication with processes takes about as long as a step of the arm; they are faster only if a step takes
+    milliseconds.
     """
     return (AsyncVectorEnv if processes else SyncVectorEnv)([task.make] * count)
 
@@ -55,14 +56,14 @@ def collect(
     """Runs an episode for each seed, as many at once as there are environments.
 
     Args:
-        task: What the environments are.
-        environments: From `make_environments`.
+        task: The task of the environments.
+        environments: The environments, from `make_environments`.
         primitive: The tables of the task's movements.
-        choose: From contexts, (b, o), to the weights of movements, (b, d).
-        seeds: Of the episodes; their number is a multiple of that of the environments.
+        choose: A function from contexts, (b, o), to the weights of movements, (b, d).
+        seeds: The seeds of the episodes; their number must be a multiple of that of the environments.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If the number of seeds is not such a multiple.
     """
     count = environments.num_envs
     if len(seeds) % count:

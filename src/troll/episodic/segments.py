@@ -1,4 +1,4 @@
-"""What the steps of an episode say about the segments of its movement."""
+"""Segments of movements, and their advantages from the steps of an episode."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def random_cuts(num_steps: int, points: int, generator: torch.Generator | None =
     those at both ends are shorter, or longer if `points - 1` does not divide the steps.
 
     Args:
-        num_steps: Steps of an episode, T.
-        points: Points at most T and at least 2, such as 25.
-        generator: Where the phase comes from.
+        num_steps: T, the number of steps of an episode.
+        points: The number of points, from 2 to T, such as 25.
+        generator: The random numbers for the phase.
 
     Returns:
         Indices from 0 to T, ascending, (K + 1,) int64; K is between `points - 1` and `points + 1`.
@@ -34,16 +34,16 @@ def random_cuts(num_steps: int, points: int, generator: torch.Generator | None =
 
 
 def segment_advantages(rewards: Tensor, values: Tensor, cuts: Tensor, discount: float = 1.0) -> Tensor:
-    """`Σ γ^i r + γ^N V(end) − V(start)` of each segment of N steps; without a discount, they add up over an episode.
+    """The advantage `Σ γ^i r + γ^N V(end) − V(start)` of each segment of N steps.
 
     Args:
-        rewards: (B, T).
-        values: V of the states from the first to the one after the last step, (B, T + 1); 0 where an episode ends.
+        rewards: The rewards, (B, T).
+        values: The values of the states before each step and after the last one, (B, T + 1); 0 where an episode ends.
         cuts: Ends of K segments, (K + 1,), from `random_cuts`.
         discount: γ in (0, 1].
 
     Returns:
-        (B, K).
+        The advantages, (B, K).
     """
     start, end = cuts[:-1], cuts[1:]
     age = discount ** torch.arange(rewards.shape[-1] + 1, dtype=rewards.dtype)
@@ -54,16 +54,16 @@ def segment_advantages(rewards: Tensor, values: Tensor, cuts: Tensor, discount: 
 def generalised_advantages(rewards: Tensor, values: Tensor, discount: float, decay: float) -> Tensor:
     """Generalised advantage estimates of single steps, `Σ_i (γλ)^i δ_{t+i}`, `δ_t = r_t + γ V_{t+1} − V_t`.
 
-    Added to the values they are the targets of the critic.
+    The sum of the estimates and the values is the target of the critic.
 
     Args:
-        rewards: (B, T).
-        values: (B, T + 1), 0 where an episode ends.
+        rewards: The rewards, (B, T).
+        values: The values, (B, T + 1), 0 where an episode ends.
         discount: γ in (0, 1].
         decay: λ in [0, 1].
 
     Returns:
-        (B, T).
+        The advantages, (B, T).
     """
     errors = rewards + discount * values[:, 1:] - values[:, :-1]
     advantages, following = [], torch.zeros_like(errors[:, 0])
@@ -74,6 +74,6 @@ def generalised_advantages(rewards: Tensor, values: Tensor, discount: float, dec
 
 
 def normalised(advantages: Tensor) -> Tensor:
-    """With mean 0 and standard deviation 1 over all entries; all zero if they are equal."""
+    """Scales advantages to mean 0 and standard deviation 1 over all entries; equal ones become zero."""
     centred = advantages - advantages.mean()
     return centred / centred.square().mean().sqrt().clamp(min=1e-8)

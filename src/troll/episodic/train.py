@@ -35,9 +35,9 @@ from troll.terminal import FAILED, INTERRUPTED, UsageError, fail, say
 CHECKPOINT = "checkpoint.pt"
 #: Settings that a resumed run may change.
 _MAY_CHANGE = ("iterations", "output_dir", "processes")
-#: Whose random numbers: no two uses share any.
+#: The users of random numbers, each with its own stream.
 _EPISODES, _MOVEMENTS, _EVALUATION = range(3)
-#: Episodes whose ways are drawn.
+#: The number of episodes whose paths are drawn.
 _PICTURED = 12
 
 Choose = Callable[[Tensor], Tensor]
@@ -48,7 +48,7 @@ def train_command(recipe_name: str, overrides: list[str]) -> int:
 
     Args:
         recipe_name: The recipe's name, or the path of its file.
-        overrides: The fields that follow it.
+        overrides: The fields after the recipe on the command line.
 
     Returns:
         The exit code.
@@ -116,7 +116,7 @@ class _Run:
         write_atomically(folder / METRICS, "".join(map(_line, self.rows)))
 
     def train(self) -> bool:
-        """Goes on to the last iteration."""
+        """Runs the remaining iterations."""
         config, status = self.config, "failed"
         say(self.console, f"training {config.environment} by {_method(config)}; output in {self.folder}")
         columns = (TextColumn("train"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -164,7 +164,7 @@ class _Run:
         return row
 
     def _evaluate(self) -> dict[str, Any]:
-        """Return and success of the mean movements, in episodes that are always the same, with 95 % intervals."""
+        """Return and success of the mean movements in fixed evaluation episodes, with 95 % intervals."""
         with torch.no_grad():
             rollout = self._collect(
                 lambda contexts: self.learner.policy(contexts).mean,
@@ -183,7 +183,7 @@ class _Run:
         return collect(self.task, self.environments, self.primitive, choose, seeds)
 
     def _write_paths(self, rollout: Rollout) -> None:
-        """Keeps the ways of a few evaluated episodes: the first time, and the latest."""
+        """Saves the paths of a few evaluation episodes: those of the first evaluation, and of the latest."""
         file, few = self.folder / PATHS, rollout.observations[:_PICTURED]
         paths = few[:, :, self.task.moving].tolist()
         kept = read_json(file) if self.done >= 0 else {"before": paths, "target": few[:, 0, self.task.target].tolist()}

@@ -1,8 +1,8 @@
-"""TROLL in stock verl (Ray, FSDP, Megatron, vLLM): chosen by settings, without a fork. See docs/verl.md.
+"""TROLL in stock verl (Ray, FSDP, Megatron, vLLM): selected by settings, without a fork. See docs/verl.md.
 
-`hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp` on verl's command line selects it; `config/troll` names the
-settings. Every Ray worker reads the actor's configuration and with it one of the classes below, which registers the
-engines and the policy loss with verl. Importing only this package does nothing.
+`hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp` on verl's command line selects it; the settings are in
+`config/troll`. The actor's configuration is one of the classes below; reading it in a Ray worker registers the engines
+and the policy loss with verl. Importing only this package does nothing.
 """
 
 from typing import TYPE_CHECKING, Any

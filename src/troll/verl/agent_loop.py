@@ -1,8 +1,9 @@
-"""Carries a rollout's reports into the field `OLD_POLICIES` of the batch, past everything in between.
+"""Brings a rollout's records of old policies into the field `OLD_POLICIES` of the batch, past agent loops and rewards.
 
-A completion's extra fields reach users' agent loops, reward functions and the JSON of reward servers. verl keeps those
-of the first turn only, and none of an interrupted completion. So the records are taken out of a completion when it
-arrives, and put into the sample when it leaves for the transfer queue: as a separate tensor, which only updates fetch.
+The extra fields of a completion reach users' agent loops, reward functions and the JSON of reward servers. verl keeps
+those of the first turn only, and none of an interrupted completion. So the records are removed from a completion when
+it arrives, and put into the sample when it is sent to the transfer queue: as a separate tensor, which only updates
+fetch.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _INSTALLED = "_troll_carries_old_policies"
 
 
 def carry_old_policies() -> None:
-    """Has verl's agent loops in this process carry records; once is enough, more does nothing.
+    """Makes verl's agent loops in this process carry records; further calls do nothing.
 
-    Ray sends verl's agent-loop workers by value, with methods as they were when verl was imported. So this changes only
-    classes that a worker imports.
+    Ray sends verl's agent-loop workers by value, with the methods of the time when verl was imported. So this changes
+    only classes that a worker imports.
     """
     if getattr(LLMServerClient, _INSTALLED, False):
         return

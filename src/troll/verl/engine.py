@@ -27,11 +27,11 @@ DEVICES = ("cuda", "npu", "xpu", "cpu")
 
 
 class TrustRegionEngine:
-    """A mixin: it comes before one of verl's engines with an LM head among the base classes.
+    """A mixin, to be put before one of verl's engines with an LM head among the base classes.
 
-    The pass that computes a rollout's old log-probabilities captures its old policies, an update projects onto the
+    The pass that computes a rollout's old log-probabilities also captures its old policies, an update projects onto the
     trust region around them, and every other pass reads log-probabilities. All of them read the LM head in the model's
-    forward, without computing all logits; where that is not possible, they read the logits.
+    forward, without computing all logits; if that is not possible, they read the logits.
 
     Attributes:
         hook: Reads the current batch; None for a pass that is left to verl.
@@ -84,7 +84,7 @@ class TrustRegionEngine:
         raise NotImplementedError
 
     def largest(self, value: float) -> float:
-        """The largest of a number over the processes that hold parts of the same model; every process calls it."""
+        """The maximum of a number over the processes that have parts of the same model; every process must call it."""
         return value
 
     @cached_property
@@ -100,7 +100,7 @@ class TrustRegionEngine:
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """As the parent, with a hook in place of the loss function."""
+        """Overrides the parent: passes a hook instead of the loss function."""
         self.hook = hook = self._hook(data, loss_function, forward_only)
         if hook is None:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
@@ -121,7 +121,7 @@ class TrustRegionEngine:
         return output
 
     def _end_update(self, hook: Update, last: bool) -> dict[str, float]:
-        """Decides whether the update is made; after the last one of a rollout, adapts α. Returns the metrics."""
+        """Decides whether to make the update, adapts α after the last one of a rollout, and returns the metrics."""
         metrics = hook.metrics() if hook.observed else {}
         self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
         if self.regression_weight.adapts:
@@ -132,7 +132,7 @@ class TrustRegionEngine:
         return metrics
 
     def optimizer_step(self) -> float:
-        """As the parent, but if logits were NaN or infinite, no process makes the update."""
+        """Overrides the parent: if logits were NaN or infinite, no process makes the update."""
         if not self._skips_update:
             norm: float = super().optimizer_step()  # type: ignore[misc]
             return norm
@@ -140,13 +140,13 @@ class TrustRegionEngine:
         return float("nan")
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """As the parent, with α if it adapts."""
+        """Overrides the parent: also saves α if it adapts."""
         super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
         if "extra" in self.checkpoint_config.save_contents:
             self.regression_weight.save(Path(local_path))
 
     def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
-        """As the parent, with α if it adapts; None loads nothing."""
+        """Overrides the parent: also loads α if it adapts; None loads nothing."""
         super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
         if local_path is not None and "extra" in self.checkpoint_config.load_contents:
             self.regression_weight.load(Path(local_path))

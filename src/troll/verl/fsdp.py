@@ -33,9 +33,9 @@ from troll.verl.settings import BACKEND_PREFIX
     device=list(DEVICES),
 )
 class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
-    """verl's FSDP engine, with a model that reads its LM head while FSDP has it gathered.
+    """verl's FSDP engine, which reads the LM head in the model's forward, while FSDP has gathered it.
 
-    If the head cannot be read, the trust region gets the logits through verl's hook for distillation losses.
+    If the head cannot be read, the logits are read through verl's hook for distillation losses.
     """
 
     def processes(self) -> torch.distributed.ProcessGroup | None:
@@ -43,7 +43,7 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         return torch.distributed.group.WORLD
 
     def _build_lora_module(self, module: Any) -> Any:
-        """As the parent; refuses to have an adapter of shared weights merged for the rollout.
+        """Overrides the parent: refuses an adapter of shared weights that would be merged for the rollout.
 
         Raises:
             ValueError: If `lora.merge` would change more than the adapter does.
@@ -59,7 +59,7 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         refuse_head(causal_lm(self.module).get_output_embeddings())
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As the parent, with the request to read the head.
+        """Overrides the parent: adds the request to read the head.
 
         Raises:
             ValueError: If neither the head nor its logits can be read.

@@ -1,6 +1,6 @@
 """Hooks that read a micro-batch's LM head: for old policies, for the projection of the new policy, or for scores.
 
-verl's engine gets a hook in place of the loss function. `read` computes per-token outputs from the head, or from logits
+verl's engine gets a hook instead of the loss function. `read` computes per-token outputs from the head, or from logits
 if the head cannot be read, and `loss` computes the loss from these outputs.
 """
 
@@ -29,7 +29,7 @@ from troll.verl.settings import TrollPolicyLossConfig
 
 
 class Hook:
-    """The base of all hooks: an engine says with `begin` where a micro-batch's response tokens are.
+    """The base class of hooks: the engine passes the positions of a micro-batch's response tokens to `begin`.
 
     Args:
         settings: The settings of the trust region.
@@ -48,7 +48,7 @@ class Hook:
 
         Args:
             labels: The next tokens at this process's positions, (n',).
-            tokens: Which of the positions predict a response token.
+            tokens: The positions that predict a response token.
             vocab_group: The processes over which the vocabulary is spread; None if it is not.
         """
         self.labels, self.tokens, self.vocab_group = labels, tokens, vocab_group
@@ -212,7 +212,8 @@ class Update(Hook):
         return outputs if step.entropy is None else outputs | {"entropy": step.entropy}
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
-        """Which of this process's n tokens share a multiplier; the (B, T) nested mask is true where a token counts."""
+        """The groups of n tokens of this process that share a multiplier; the nested (B, T) mask has those that
+        count."""
         scope, tokens = self.settings.constraint, self.tokens
         if scope == "token":
             return None
@@ -238,7 +239,7 @@ class Update(Hook):
         return bool(self._tally.totals)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers to log, over all tokens of the batch and all processes; all that `observed` call it."""
+        """The metrics to log, over all tokens and processes; every process with `observed` must call it."""
 
         def reduced(numbers: Tensor, how: Any) -> Tensor:
             if torch.distributed.is_initialized():

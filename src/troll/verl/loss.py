@@ -1,4 +1,4 @@
-"""TROLL's policy loss, in verl's registry: the projected ratio in place of the raw one, and no clip."""
+"""TROLL's policy loss for verl's registry: the projected ratio instead of the raw one, the pull, and no clip."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _projected: ContextVar[ProjectedTokens | None] = ContextVar("projected", default
 
 @contextmanager
 def projected(tokens: ProjectedTokens) -> Iterator[None]:
-    """Makes these the tokens that the policy loss reads within the context."""
+    """A context in which the policy loss uses these tokens."""
     token = _projected.set(tokens)
     try:
         yield
@@ -66,7 +66,7 @@ def trust_region_policy_loss(
         response_mask: True where a token counts.
         loss_agg_mode: verl's name of the aggregation over tokens.
         config: The actor's configuration.
-        rollout_is_weights: w, verl's rollout correction. It weights the policy term, and not the pull.
+        rollout_is_weights: w, the weights of verl's rollout correction, for the policy term and not the pull.
 
     Returns:
         The loss, a scalar, and verl's metrics of the ratio.

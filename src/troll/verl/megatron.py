@@ -59,7 +59,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         return number.item()
 
     def forward_step(self, batch_iter: Any, model: Any, logits_processor_func: Any, **options: Any) -> Any:
-        """As the parent, with a model that returns hidden states where its head is read."""
+        """Overrides the parent: the model returns hidden states if its head is read."""
         if not (self.from_head and isinstance(logits_processor_func, Hook)):
             return super().forward_step(batch_iter, model, logits_processor_func=logits_processor_func, **options)
         with hidden_states_for_logits(language_model(model)) as self._weight:
@@ -76,7 +76,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         data_format: str,
         **options: bool,
     ) -> dict[str, Tensor]:
-        """What the hook reads from the head, or from the logits, in the parent's form."""
+        """The results of the hook, from the head or from the logits, in the parent's form."""
         hook = logits_processor_func
         if isinstance(hook, Hook):
             spread = mpu.get_tensor_model_parallel_world_size() > 1
@@ -124,7 +124,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
     def postprocess_micro_batch_func(
         self, output: dict[str, Any], data: TensorDict, forward_only: bool, loss_function: Any, **options: Any
     ) -> Any:
-        """As the parent, for which a hook that only reads is a pass without a loss."""
+        """Overrides the parent: a hook that only reads makes the pass one without a loss."""
         if isinstance(loss_function, Hook) and not isinstance(loss_function, Update):
             loss_function = None
         return super().postprocess_micro_batch_func(output, data, forward_only, loss_function, **options)
@@ -145,7 +145,7 @@ def language_model(model: Any) -> GPTModel:
 
 @contextmanager
 def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
-    """Within this context, a model returns its last hidden states, (B, L, H), in place of logits.
+    """A context in which a model returns its last hidden states, (B, L, H), instead of logits.
 
     Its head is still called, so that hooks that wait for its weight run, but it returns its input. A multiplier of the
     logits then multiplies hidden states, in which logits are linear. Sequence-parallel hidden states are gathered
@@ -153,7 +153,7 @@ def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
     megatron-core 0.18 would skip the head, and with it the wait for its weight under `overlap_param_gather`.)
 
     Yields:
-        After the forward, the weight of the head, (V/n, H); empty on a stage without one.
+        A list, which after the forward has the weight of the head, (V/n, H); it is empty on a stage without a head.
     """
     found: list[Tensor] = []
     head: Any = getattr(model, "output_layer", None)

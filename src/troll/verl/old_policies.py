@@ -1,4 +1,4 @@
-"""The old policies of verl's batches, captured or reported, and the places of their tokens in a pass."""
+"""The old policies of verl's batches, captured or reported, and the positions of their tokens in a pass."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def _sequences(data: TensorDict) -> list[Hashable]:
 def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> PackedPolicy:
     """The old policies of a micro-batch, (N,), as the inference engine reported them.
 
-    Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report:
-    their policy gives them probability 1.
+    Unreported tokens have no slots, until `fill_unreported`. Tokens that do not count need no report: their policy
+    gives them probability 1.
 
     Args:
         data: The micro-batch.
         vocab_size: V of the LM head. It may be padded with tokens that the inference engine lacks; they have no mass.
-        truncated: Whether the rollout kept a part of each policy.
+        truncated: Whether the rollout used truncated sampling.
 
     Raises:
         CorruptPolicy: If a record is damaged.
@@ -167,7 +167,7 @@ def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> P
 
 
 def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
-    """Reported policies, and the network's own where nothing was reported.
+    """Fills unreported positions with the network's own policies.
 
     The engine's distribution at such a token is not known. So the trust region is around the network at the update: the
     token's ratio is 1, and its gradient is the plain policy gradient.

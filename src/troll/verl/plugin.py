@@ -42,7 +42,7 @@ def _carry(module: Any) -> None:
 
 
 def _refusing(init: Callable[..., None], error: Exception, config: str) -> Callable[..., None]:
-    """Wraps the `__init__` of an object that has a rollout's configuration: with `anchor: rollout` it raises."""
+    """Wraps an `__init__` that gets a rollout's configuration, so that it raises an error with `anchor: rollout`."""
 
     @wraps(init)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -19,16 +19,17 @@ WEIGHT_STATE = "regression_weight.json"
 
 
 class RegressionWeight:
-    """α over the training, the same on every process; it adapts by PPO's rule (arXiv 1707.06347, section 4).
+    """α during training, the same on every process; it adapts by PPO's rule (arXiv 1707.06347, section 4).
 
-    The divergence is the pull's, as read for the last update of a rollout: its mean over the tokens of all processes.
+    The divergence is that of the pull, measured in the last update of a rollout: the mean over the tokens of all
+    processes.
 
     Args:
         initial: α at the start.
         target: The mean divergence to reach, in nats; None keeps α.
 
     Attributes:
-        value: α now.
+        value: The current α.
         adapts: Whether there is a target.
     """
 
@@ -70,7 +71,7 @@ class RegressionWeight:
             write_atomically(checkpoint / WEIGHT_STATE, json.dumps({"weight": self.value}))
 
     def load(self, checkpoint: Path) -> None:
-        """Goes on with the α of a checkpoint, if it adapts; every process calls it, and the first one reads."""
+        """Restores the α of a checkpoint, if it adapts; every process must call it, but only the first one reads."""
         if not self.adapts:
             return
         value = self._initial

@@ -1,4 +1,4 @@
-"""From an inference engine's rows of log-probabilities to the record of a response's old policies."""
+"""Makes the record of a response's old policies from an inference engine's rows of log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def old_policy_record(
     mass_threshold: float,
     truncated: bool = False,
 ) -> Tensor:
-    """One completion's old policies as a record, for the extra field `old_policies` of a rollout's output.
+    """Makes the record of one completion's old policies, for the extra field `old_policies` of a rollout's output.
 
-    They are the policies of [capture_top][troll.capture_top], without its sort of all entries, which are in order
-    already. Where equal log-probabilities leave a choice of which tokens are kept, the engine's order decides.
+    These are the policies of [capture_top][troll.capture_top], without its sort, since the entries are already in
+    order. Of tokens with equal log-probabilities, those that come first in the engine's order are kept.
 
     Args:
         token_ids: (T, 1 + M) integers, in vLLM's order: the sampled token, then the M most likely ones, most likely
@@ -41,8 +41,8 @@ def old_policy_record(
         vocab_size: V, the size of the vocabulary.
         top_k: K, the most tokens that are kept; M may be smaller or larger.
         mass_threshold: δ, in [0, 1): fewer than K tokens are kept where they hold 1 − δ of the mass.
-        truncated: Whether the finite log-probabilities are of all tokens that the sampler could draw, after top-p or
-            top-k. The policy is then on these, without a tail, and δ does not count.
+        truncated: Whether the finite log-probabilities are those of all tokens that the sampler could draw, after top-p
+            or top-k. The policy is then on these, without a tail, and δ has no effect.
 
     Returns:
         The record, (R,) int32: its length depends on how many tokens are kept.
@@ -66,7 +66,7 @@ def old_policy_record(
 def _packed(
     token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, mass_threshold: float, truncated: bool
 ) -> PackedPolicy:
-    """As `capture_top` of the same entries: keeps tokens until they cover 1 − δ, and the sampled one."""
+    """The policies that `capture_top` would make: keeps tokens until they cover 1 − δ, and the sampled one."""
     sampled, own = token_ids[:, :1], log_probs[:, :1]
     ids, logs = token_ids[:, 1 : 1 + top_k], log_probs[:, 1 : 1 + top_k]
     if bool((logs[:, 1:] > logs[:, :-1]).any()):
@@ -162,10 +162,10 @@ NO_RECORD = torch.zeros(1, dtype=torch.int32)
 
 
 def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turns: Sequence[Turn]) -> Tensor:
-    """The record of a whole response, in which an engine sampled some tokens in one or more turns.
+    """Makes the record of a whole response, in which an engine sampled some tokens in one or more turns.
 
-    A turn counts as far as the response holds its tokens, as sampled, after the tokens that the engine was given:
-    tokens that were cut off or tokenised anew have another policy. Positions that no turn reports have no slots.
+    A turn is used as far as the response has the sampled tokens after the tokens that the engine was given; tokens that
+    were cut off or tokenised again are not used. Positions that no turn reports have no slots.
 
     Args:
         prompt_ids: The tokens of the sample's prompt.

@@ -29,25 +29,26 @@ _LOSS = f"{_ACTOR}.policy_loss"
 
 @dataclass
 class TrollPolicyLossConfig(PolicyLossConfig):
-    """verl's policy loss with a trust region in place of the clip; `actor_rollout_ref.actor.policy_loss`.
+    """verl's policy loss with a trust region instead of the clip; `actor_rollout_ref.actor.policy_loss`.
 
     Args:
         loss_mode: verl's name of the policy loss: "troll".
-        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token. Infinity, with which nothing is projected, goes
-            with `pull` "proximal" only.
-        pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖ p̃),
-            at every token.
+        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token. Infinity, with which nothing is projected, is
+            allowed with `pull` "proximal" only.
+        pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖
+            p̃), at every token.
         regression_weight: α ≥ 0, the weight of the pull; with `regression_target`, its initial value.
-        regression_target: The mean of the pull's divergence (nats) to which α adapts, once a rollout; None keeps α.
+        regression_target: The mean divergence of the pull (nats) that α is adapted to keep, once per rollout; with
+            None, α is fixed.
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         tail: "bucket" or "floor"; see `troll.trust_region_step`.
-        constraint: Which tokens share one multiplier: each "token" has its own; or those of a "sequence" share one; or
-            those of a "batch", a micro-batch of all processes.
+        constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
+            sequence; with "batch", those of a micro-batch on all processes.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
 
-    The configuration group fills in the fields from `uses_v1_trainer` on: settings of verl that are checked here.
+    The configuration group sets the fields from `uses_v1_trainer` on: settings of verl that are checked here.
 
     Raises:
         ValueError: If a value is out of its range, or TROLL cannot work with the trainer.
@@ -109,7 +110,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     @property
     def truncation(self) -> Truncation | None:
-        """What the rollout keeps of the policy; None where it keeps all."""
+        """The rollout's truncation of the policy; None if there is none."""
         kept = Truncation(max(self.rollout_top_k, 0), self.rollout_top_p)
         return None if kept == Truncation() else kept
 
@@ -193,7 +194,7 @@ class _TrollActor:
         """Runs verl's checks on the driver, and warns if the trust region can never do anything.
 
         Raises:
-            ValueError: If α is to adapt, and no update is ever off-policy.
+            ValueError: If α should adapt, but no update is ever off-policy.
         """
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
         if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:

@@ -1,7 +1,7 @@
-"""Old policies from vLLM itself: its top-K log-probabilities of every sampled token, for `anchor: rollout`.
+"""Old policies from vLLM: the top-K log-probabilities at every sampled token, for `anchor: rollout`.
 
-verl's registry has `replica_class` under the name `vllm`, in place of verl's own: it does the same, and its server also
-reports the distributions that it sampled from. `troll.verl.agent_loop` carries them into the batch.
+In verl's registry, `replica_class` replaces verl's own class under the name `vllm`: it does the same, and its server
+also reports the distributions from which it sampled. `troll.verl.agent_loop` carries them into the batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CUSTOM = "trust_region"
 
 
 class TopLogProbs:
-    """A vLLM engine that is asked for more log-probabilities than the caller wants, and keeps them as arrays.
+    """A vLLM engine that returns only the sampled token's log-probability, and keeps the top K as arrays.
 
-    vLLM's frontend turns every log-probability into text and Python objects: at K = 64 that takes longer than the
-    old-policy pass that it saves. So this takes the arrays where they arrive from the engine's own process, and leaves
-    the frontend only the sampled token's entry.
+    vLLM's frontend turns every log-probability into text and Python objects: at K = 64 that takes longer than the pass
+    for old log-probabilities that it saves. So this class takes the arrays as they arrive from the engine's process,
+    and passes only the sampled token's entry to the frontend.
 
     Args:
         engine: vLLM's `AsyncLLM`; everything else passes through to it. Besides `generate`, this uses of vLLM 0.24:
@@ -67,11 +67,11 @@ class TopLogProbs:
             yield output
 
     def expect(self, *request_ids: str) -> None:
-        """Keeps what the engine reports of these requests from now on."""
+        """Keeps the log-probabilities that the engine reports for these requests from now on."""
         self._arrays.update((request_id, ([], [])) for request_id in request_ids)
 
     def taken(self, request_id: str) -> tuple[Tensor, Tensor] | None:
-        """Takes out what the engine reported of a request: ids and log-probabilities in nats, (T, 1 + K) each."""
+        """Removes and returns the report for a request: ids and log-probabilities in nats, (T, 1 + K) each."""
         arrays = self._arrays.pop(request_id, ([], []))
         if not arrays[0]:
             return None
@@ -108,7 +108,7 @@ def reporting(server_class: type) -> type:
 
         @engine.setter
         def engine(self, engine: Any) -> None:
-            # vLLM dies of a request for more than the vocabulary.
+            # vLLM crashes on a request for more log-probabilities than the vocabulary has.
             self._number = min(self.config.custom[CUSTOM]["top_k"], self._vocab_size())
             self._reporting_engine = TopLogProbs(engine, self._number)
 

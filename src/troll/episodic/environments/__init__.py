@@ -1,4 +1,4 @@
-"""Environments, and how a movement drives each of them."""
+"""Environments, and how a movement controls each of them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Task:
-    """An environment as a movement sees it. Its episodes have a fixed number of steps and end by their length only.
+    """An environment and its interface to movements. Its episodes have a fixed number of steps.
 
     Functions take the observations of B environments, (B, o).
 
     Attributes:
-        make: Makes one environment of gymnasium's API, whose `info` has a `success` at every step.
-        num_steps: Steps of an episode.
-        time_step: Seconds of a step, which only set the unit of velocities.
-        start: From observations to what the movement moves, positions and velocities (B, D) at the start.
-        control: From observations, and position and velocity (B, D) that the movement wants next, to actions (B, a).
-        moving: The numbers in an observation that are the place of what moves to its target, for pictures.
-        target: The numbers that are the place of the target.
+        make: A function that makes one environment of gymnasium's API, whose `info` has `success` at every step.
+        num_steps: Number of steps of an episode.
+        time_step: Duration of a step in seconds, which only sets the unit of velocities.
+        start: A function from the first observations to the positions and velocities (B, D) from which movements start.
+        control: A function from observations and the movement's next positions and velocities (B, D) to actions (B, a).
+        moving: The indices in an observation of the position of the object that moves to the target, for pictures.
+        target: The indices in an observation of the position of the target.
     """
 
     make: Callable[[], gymnasium.Env]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 JOINTS = 3
 #: Length of a link, in metres.
 LINK = 0.4
-#: Gains of the controller that follows a movement: shares of the largest torques per rad, and per rad/s.
+#: Gains of the controller that follows a movement: fractions of the largest torques per rad, and per rad/s.
 _STIFFNESS, _DAMPING = 3.0, 0.8
 
 _LINK = """
@@ -28,18 +28,18 @@ _MODEL = """
   <worldbody>{arm}{scene}</worldbody>
   <actuator>{motors}</actuator>
 </mujoco>"""
-#: Near which episodes begin, in rad.
+#: The pose near which episodes begin, in rad.
 _POSE = (-0.6, 1.2, -0.6)
 #: Largest torques in Nm, from the shoulder to the wrist.
 _TORQUES = (20, 10, 5)
 
 
 def arm_model(scene: str = "", tip: str = "") -> mujoco.MjModel:
-    """The arm on a table without gravity, whose shoulder is at the origin. Nothing collides unless it says so.
+    """The model of the arm on a table without gravity, with the shoulder at the origin; by default nothing collides.
 
     Args:
         scene: MJCF of further bodies.
-        tip: MJCF at the arm's tip.
+        tip: MJCF of what is attached to the arm's tip.
     """
     arm = f'<site name="tip" pos="{LINK} 0 0"/>{tip}'
     for number in reversed(range(JOINTS)):
@@ -68,8 +68,8 @@ class Arm(gymnasium.Env):
     """An arm with actions in [−1, 1]³, the shares of the largest torques; an episode has 100 steps of 0.02 s.
 
     Args:
-        model: From `arm_model`.
-        observed: Numbers in an observation.
+        model: The model, from `arm_model`.
+        observed: Size of an observation.
     """
 
     NUM_STEPS, TIME_STEP = 100, 0.02
@@ -103,7 +103,7 @@ class Arm(gymnasium.Env):
 
     @property
     def tip(self) -> NDArray[np.float64]:
-        """Where the tip is in the plane, in metres."""
+        """The position of the tip in the plane, in metres."""
         return self.data.site_xpos[0, :2].copy()  # the only site
 
     def place(self) -> None:
@@ -115,19 +115,19 @@ class Arm(gymnasium.Env):
         raise NotImplementedError
 
     def reward(self, action: NDArray[np.float64], last: bool) -> float:
-        """The reward of a step, after it was made."""
+        """The reward of a step, computed after the step."""
         raise NotImplementedError
 
     def success(self) -> bool:
-        """Whether the task is done now."""
+        """Whether the task is currently solved."""
         raise NotImplementedError
 
 
 class ArmReach(Arm):
-    """Reach a point of the plane and stay there: the reward is minus the distance, and a little for torques.
+    """Reach a point of the plane and stay there: the reward is minus the distance, minus a small cost of torques.
 
-    Observations are the angles and velocities of the joints, the places of the tip and of the target. Success is to be
-    within 5 cm.
+    Observations are the angles and velocities of the joints, and the positions of the tip and of the target. Success
+    means that the tip is within 5 cm of the target.
     """
 
     TIP, TARGET = slice(6, 8), slice(8, 10)
@@ -136,7 +136,7 @@ class ArmReach(Arm):
         super().__init__(arm_model(), observed=10)
 
     def place(self) -> None:
-        """Draws a target in the part of the ring that the arm looks at."""
+        """Draws a target in the part of the ring in front of the arm."""
         angle, radius = self.np_random.uniform(-1.5, 1.5), np.sqrt(self.np_random.uniform(0.5**2, 1.1**2))
         self.target = radius * np.array([np.cos(angle), np.sin(angle)])
 
@@ -145,7 +145,7 @@ class ArmReach(Arm):
         return np.concatenate([self.data.qpos, self.data.qvel, self.tip, self.target])
 
     def reward(self, action: NDArray[np.float64], last: bool) -> float:
-        """Minus the distance in metres, minus 0.01 times the squared torques' shares."""
+        """Minus the distance in metres, minus 0.01 times the sum of the squared actions."""
         return -float(np.linalg.norm(self.tip - self.target) + 0.01 * np.sum(action**2))
 
     def success(self) -> bool:

@@ -1,4 +1,4 @@
-"""Box pushing: the arm has a rod at its tip, with which it brings a box to a place and an orientation on the table."""
+"""Box pushing: with a rod at its tip, the arm brings a box to a position and an orientation on the table."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _ROD = '<geom type="cylinder" pos="0.4 0 0" size="0.03 0.05" mass="0.1" contype=
 class BoxPushing(Arm):
     """Push a box to a target pose, with the rewards of the TCE paper (its appendix) for a rod that is always upright.
 
-    Observations are the angles and velocities of the joints, the place of the tip, and the box and its target: place,
-    cosine and sine of the orientation. Success is a box within 5 cm and 0.5 rad of its target.
+    Observations are the angles and velocities of the joints, the position of the tip, and for the box and its target
+    the position, and the cosine and sine of the orientation. Success means that the box is within 5 cm and 0.5 rad of
+    its target.
 
     Args:
-        sparse: Whether only the last step is rewarded for where the box is, with a hundred times the weight.
+        sparse: Whether the pose of the box is rewarded at the last step only, with a hundred times the weight.
     """
 
     BOX, TARGET = slice(8, 10), slice(12, 14)
@@ -47,7 +48,8 @@ class BoxPushing(Arm):
         return np.concatenate([self.data.qpos[:JOINTS], self.data.qvel[:JOINTS], self.tip, *poses])
 
     def reward(self, action: NDArray[np.float64], last: bool) -> float:
-        """The way of the rod to the box, torques, and (if sparse, at the end only) the box's way to its target."""
+        """The costs of the rod's distance, of torques, and (if sparse, at the end only) of the box's error,
+        negative."""
         distance, turn = self._errors()
         rod = np.clip(np.linalg.norm(self.tip - self.data.qpos[JOINTS : JOINTS + 2]), 0.05, 10)
         goal = 3.5 * distance + 2 * turn / np.pi
@@ -63,6 +65,6 @@ class BoxPushing(Arm):
         return self.np_random.uniform([0.5, -0.4, -0.8], [0.9, 0.4, 0.8])
 
     def _errors(self) -> tuple[float, float]:
-        """Metres and radians from the box to its target."""
+        """The distance of the box from its target in metres, and the error of its orientation in radians."""
         away = self.data.qpos[JOINTS:] - self.target
         return float(np.linalg.norm(away[:2])), float(abs(np.angle(np.exp(1j * away[2]))))

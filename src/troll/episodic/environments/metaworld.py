@@ -1,7 +1,7 @@
-"""Tasks of Meta-World 3, which a movement of the gripper drives.
+"""Tasks of Meta-World 3, controlled by movements of the gripper.
 
-Meta-World pins MuJoCo 3.3.0, so it is no part of the extra `episodic`: `pip install metaworld` in an environment of its
-own.
+Meta-World pins MuJoCo 3.3.0, so it is not a part of the extra `episodic`: use `pip install metaworld` in a separate
+environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-#: How far an action of 1 moves the gripper, in metres.
+#: The distance by which an action of 1 moves the gripper, in metres.
 _STEP = 0.01
 
 
@@ -48,7 +48,7 @@ def make_metaworld(name: str) -> gymnasium.Env:
 
 
 def gripper_of(observations: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The place of the gripper in metres and how far it is open, (B, 4), at rest."""
+    """The position of the gripper in metres and its opening, (B, 4), and velocities of zero."""
     position = observations[:, :4].copy()
     return position, np.zeros_like(position)
 
@@ -56,7 +56,7 @@ def gripper_of(observations: NDArray[np.float64]) -> tuple[NDArray[np.float64], 
 def steps_to(
     observations: NDArray[np.float64], position: NDArray[np.float64], velocity: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The actions (B, 4) that bring the gripper to a place; the fourth, its force, is 1 − opening, scaled to ±1."""
+    """The actions (B, 4) that bring the gripper to a position; the fourth, its force, is 1 − opening, scaled to ±1."""
     move = (position[:, :3] - observations[:, :3]) / _STEP
     force = 1 - 2 * position[:, 3:]
     return np.clip(np.concatenate([move, force], 1), -1, 1)

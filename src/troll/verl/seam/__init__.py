@@ -1,8 +1,8 @@
-"""The undocumented parts of verl, Megatron and vLLM that the plug-in builds on: what each is for, and its shape.
+"""The undocumented parts of verl, Megatron and vLLM that the plug-in uses: the purpose of each, and its parameters.
 
-verl changes every few weeks. So `training` and `rollout` do not look at its version: at import they check that every
-class, method and parameter is there, and say what is missing. Nothing else in `troll.verl` imports from verl. A process
-imports only the module that it needs: a server does not load the training engines.
+verl changes every few weeks. So `training` and `rollout` do not check its version: at import they check that every
+class, method and parameter is there, and report what is missing. Nothing else in `troll.verl` imports from verl. A
+process imports only the module that it needs: a server does not load the training engines.
 """
 
 from __future__ import annotations
