@@ -1,6 +1,6 @@
 """Runs programs that a model wrote, isolated from the user, and judges them by their tests.
 
-Needs neither torch nor TROLL. `README.md` says what it promises.
+Needs neither torch nor TROLL. `README.md` lists its guarantees.
 """
 
 from troll_sandbox.bubblewrap import Bubblewrap

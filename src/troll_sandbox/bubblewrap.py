@@ -22,7 +22,7 @@ from troll_sandbox.lifetime import temporary_folder
 from troll_sandbox.limits import Limits
 from troll_sandbox.system import NEED_LIBRARIES, system
 
-#: Where this process is root, programs run as this user outside too: the kernel does not count the threads of root.
+#: If this process is root, programs run as this user outside too, since the kernel does not count the threads of root.
 NOBODY = 65534
 
 INSTALL = "install it (Debian, Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap)"
@@ -197,7 +197,7 @@ class _Starting:
             os.close(descriptor)
 
     def inside(self) -> int | None:
-        """Lets bubblewrap go on; returns the number (outside) of the first process inside, None if bubblewrap failed.
+        """Lets bubblewrap continue; returns the process id (outside) of the first process inside, or None if it failed.
 
         Raises:
             SandboxError: Bubblewrap does not report that process in time.

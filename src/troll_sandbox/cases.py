@@ -17,8 +17,8 @@ class CodeTests:
         setup: Source code that runs before the first test.
         names: Names that the tests take from the program, even if the setup defines the same name.
         inferred: Further names that the tests take from the program: those that neither the tests nor Python define.
-            Import everything that decides a test, such as a package's comparison, in the setup: otherwise the program
-            can define it.
+            Import every name that matters for a test, such as a package's comparison, in the setup: otherwise the
+            program can define it.
         modules: Modules of the standard library that the tests use without importing them. As in one file, they are
             available if the program has imported them.
         plain: Whether the tests run in the program's own process. Everything works there as in one file, but a program

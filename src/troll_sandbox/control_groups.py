@@ -1,4 +1,4 @@
-"""A control group for each sandbox, where this user may make them: a bound on all the memory that a sandbox costs.
+"""A control group for each sandbox, if this user may make them: a bound on all memory of a sandbox.
 
 Limits on a process bound only its address space. Page tables, pipes, folders in memory and buffers of the kernel come
 on top of that.
@@ -19,7 +19,7 @@ from pathlib import Path
 from troll_sandbox.lifetime import at_end
 from troll_sandbox.limits import MEBIBYTE
 
-#: How long killed processes may take to be gone.
+#: Seconds to wait until killed processes are gone.
 REMOVAL_SECONDS = 1.0
 
 #: Memory that a group may still hold when it is used again: cached pages of files that programs have read.
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 class MemoryGroup:
-    """A control group. If it cannot be made, nothing here has an effect, and a sandbox has only the other limits.
+    """A control group. If it cannot be made, the methods do nothing, and a sandbox has only the other limits.
 
     Args:
         folder: The folder to make it in; see `groups_folder`.

@@ -1,4 +1,4 @@
-"""Why a program could not be tested. None of this is a verdict: [Executor][troll_sandbox.Executor] tries again."""
+"""Errors that keep a program from being tested, and no verdicts: [Executor][troll_sandbox.Executor] tries again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SandboxError(RuntimeError):
 
 
 class StarvedError(SandboxError):
-    """A program lasted for several wall budgets, and for most of that time other processes had the CPU."""
+    """A program ran for several times its wall limit, while other processes used the CPU for most of the time."""
 
 
 class KilledError(SandboxError):

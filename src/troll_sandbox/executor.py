@@ -1,6 +1,6 @@
-"""Tests many programs, several at a time, and tells failures of the machine from failures of a program.
+"""Tests many programs, several at a time, and distinguishes failures of the machine from failures of a program.
 
-All retries are here. A sandbox makes one attempt, and raises a `SandboxError` if that says nothing about the program.
+All retries are made here. A sandbox makes one attempt, and raises a `SandboxError` if the attempt gives no verdict.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from troll_sandbox.limits import NOT_RUN, TIME_LIMIT, Limits, Outcome
 #: Seconds before the first retry. Each further retry waits twice as long, up to the longest pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0
 
-#: A program can end as if it had been killed from outside. After so many such ends, the program is the cause.
+#: A program can end as if it had been killed from outside. After this many such ends, it counts as the cause.
 KILLS = 4
 
 #: After this many programs in a row that could not be tested, the waiting ones are not tried.
 HOPELESS_PROGRAMS = 4
 
-#: How long threads may take to notice that their programs were killed.
+#: Seconds to wait until threads notice that their programs were killed.
 CLOSE_SECONDS = 1.0
 
 
 class Sandbox(Protocol):
-    """Tests a program where it can do no harm. Any function of this signature is one; several threads call it."""
+    """The protocol of sandboxes: a function that tests a program where it can do no harm; several threads call it."""
 
     def __call__(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
         """Tests a program, in one attempt.
@@ -43,14 +43,14 @@ class Sandbox(Protocol):
         Args:
             program: Python source, as a model wrote it.
             tests: Inputs or code of the tests, with the expected results.
-            limits: What the program may use.
+            limits: The limits of the program.
             stop_at_failure: Whether the tests after the first failing one may be left out.
 
         Returns:
             An outcome per test; "not run" for those left out.
 
         Raises:
-            SandboxError: The program could not be tested, and is not the cause. The executor tries again.
+            SandboxError: The program could not be tested, for a reason outside the program. The executor tries again.
         """
         ...
 
@@ -64,11 +64,11 @@ class Job(NamedTuple):
 
 
 class Executor:
-    """Tests programs in threads, and tries again where the machine failed.
+    """Tests programs in threads, and tries again if the machine failed.
 
     Programs that could not be tested are tried again after the others, with growing pauses, for `Limits.wall_seconds`:
-    as long as another program may keep the machine busy. Tests by standard input that have ended keep their outcomes.
-    Two failures become a verdict if they last:
+    as long as another program may keep the machine busy. Finished tests by standard input keep their outcomes. Two
+    failures become a verdict if they last:
 
     - A program that gets too little CPU time to end has the outcome "time limit": `while True` must not end a training
       run.
@@ -79,7 +79,7 @@ class Executor:
     Args:
         make: Returns a sandbox, and a function that ends all its programs for good (None if nothing can end them).
             Raises `SandboxError` if no sandbox can be made.
-        limits: What each program may use.
+        limits: The limits of each program.
         workers: The number of programs that run at a time.
 
     Raises:
@@ -153,7 +153,7 @@ class Executor:
 
 @dataclass(eq=False)
 class _Trial:
-    """A program and what its attempts gave so far.
+    """A program and the results of its attempts so far.
 
     Attributes:
         ended: Outcomes of the first tests; all of them once there is no error.

@@ -1,8 +1,8 @@
-"""Tests by calling functions: the program runs in a sandbox of its own, and its tests run in the judge's sandbox.
+"""Tests by calling functions: the program runs in one sandbox, and its tests run in another, the judge's.
 
-No test and no expected value enters the program's sandbox, only what the tests pass to the program. The judge calls the
-program's functions over a channel and compares copies of what they return. So outcomes come from a process that the
-program cannot reach.
+No test and no expected value enters the program's sandbox, only the arguments that the tests pass to the program. The
+judge calls the program's functions over a channel and compares copies of what they return. So outcomes come from a
+process that the program cannot reach.
 
 Tests with `plain` run in the program's own process instead, where the program can fake its outcomes.
 """
@@ -29,7 +29,7 @@ from troll_sandbox.limits import NOT_RUN, OUT_OF_MEMORY, REASONS, Limits, Outcom
 from troll_sandbox.supervise import LISTS_CHILDREN, PATIENCE, Watch, wait_for
 from troll_sandbox.unbounded import write_json
 
-#: How long a killed judge may take to end, and a judge whose program was killed to report its outcomes.
+#: Seconds to wait for the end of a killed judge, and for the outcomes of a judge whose program was killed.
 END_SECONDS = 1.0
 
 #: A sandbox whose program no longer answers was killed if it ends by SIGKILL within this time.
@@ -38,7 +38,7 @@ KILLED_SECONDS = 0.25
 #: The judge's reason for a program that ended during a test; it is replaced by the cause.
 ENDED = "exited before the tests ended"
 
-#: What a sandbox reports before it runs anything of the program's.
+#: The greeting that a sandbox reports before it runs the program.
 READY = b"+"
 
 #: Bound on the length of one outcome; the judge cuts reasons below it.
@@ -262,7 +262,7 @@ def read_outcome(line: str | bytes) -> Outcome | None:
 
 
 def _read(process: Process, watch: Watch, report: int, most: int) -> tuple[bytes, str | None]:
-    """What is reported, and the limit that the program exceeded, if any; it is killed for that."""
+    """The report, and the limit that the program exceeded, if any; the program is then killed."""
     due = time.monotonic() + watch.period
     text, kind, end = b"", None, math.inf
     while len(text) <= most and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Tests programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), as verl's users run it."""
+"""Tests programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), which verl supports too."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ for name, source in {modules!r}.items():
 
 
 def _failure(response: dict[str, Any]) -> Outcome | None:
-    """Why a program did not exit with status 0; None if it did."""
+    """The reason for which a program did not exit with status 0; None if it did."""
     for kind, part in (("compile error", response.get("compile_result")), ("", response.get("run_result"))):
         if part is None:
             continue

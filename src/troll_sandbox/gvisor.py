@@ -19,7 +19,7 @@ from troll_sandbox.limits import MEBIBYTE, Limits
 from troll_sandbox.supervise import PATIENCE
 from troll_sandbox.system import NEED_LIBRARIES, system
 
-#: More threads than gVisor itself was ever seen to have. It has one more for each of the program's.
+#: More threads than gVisor itself has ever had in our runs. It has one more for each thread of the program.
 OWN_THREADS = 64
 
 #: Limits that cannot be set inside; the same values as in `confine.confine`.

@@ -1,4 +1,4 @@
-"""What bubblewrap's and gVisor's sandboxes share: starting one, and ending it."""
+"""Code shared by bubblewrap's and gVisor's sandboxes: starting and ending one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "PYTHONUTF8": "1",
 }
 
-#: No packages of the user's and no site module; PYTHONPATH is set here.
+#: Without the user's packages and without the site module; PYTHONPATH is set here.
 INTERPRETER_FLAGS = ("-s", "-S", "-B")
 
 #: Enough for a slow start on a very busy machine: this bounds a start that hangs.
@@ -91,7 +91,7 @@ class Process(subprocess.Popen[bytes]):
         return self.has_ended(seconds) and self.returncode in KILLED
 
     def end(self) -> float:
-        """Kills what is left of it and reaps it; returns the CPU seconds of the processes that ended by themselves."""
+        """Kills and reaps its remaining processes; returns the CPU seconds of those that ended by themselves."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -183,10 +183,10 @@ class Launcher(ABC):
         Args:
             script: Name of a file in `inside/`, without ".py".
             arguments: Further arguments of the script.
-            limits: What the program may use.
+            limits: The limits of the program.
             stdin: File descriptor, or a constant of `subprocess`; None is an empty input.
             stdout: File descriptor, or a constant of `subprocess`; None discards the output.
-            stderr: As `stdout`.
+            stderr: File descriptor, or a constant of `subprocess`; None discards the errors.
 
         Raises:
             SandboxError: The sandbox could not be started, or `stop` has been called.
@@ -248,4 +248,4 @@ class Launcher(ABC):
 
     @abstractmethod
     def _refusal(self, errors: list[str]) -> str:
-        """Why it does not start, from the lines of its errors."""
+        """The reason for which it does not start, from the lines of its errors."""

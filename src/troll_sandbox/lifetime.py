@@ -1,4 +1,4 @@
-"""What ends with this process, but not with a process that was forked from it."""
+"""Actions at the end of this process that do not run in a process forked from it."""
 
 from __future__ import annotations
 

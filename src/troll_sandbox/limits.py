@@ -16,8 +16,8 @@ class Limits:
     """Limits of one test by standard input and output, or of all function tests of a program.
 
     Attributes:
-        cpu_seconds: CPU time of all threads. This limit decides, so results do not depend on how busy the machine is.
-            It is exact, but an endless program is killed up to half a second later.
+        cpu_seconds: CPU time of all threads. Verdicts depend on this limit, and not on how busy the machine is. It is
+            exact, but an endless program is killed up to half a second later.
         wall_seconds: Wall time of all tests of a program, without the time it waits for a busy CPU.
         idle_seconds: How long a program may sleep or wait, also for a disk, while it uses less than 10 % of a CPU.
             Waiting for a busy CPU is not idling.
@@ -59,8 +59,8 @@ class Outcome:
 
     Attributes:
         passed: True if the program passed the test.
-        reason: "passed", or why not in a few words: "wrong answer", "raised ValueError: ...", "time limit", "memory
-            limit", "output limit", "exit status 3", ... Always `printable`.
+        reason: "passed", or the reason of the failure in a few words: "wrong answer", "raised ValueError: ...", "time
+            limit", "memory limit", "output limit", "exit status 3", ... Always `printable`.
         cpu_seconds: CPU time of the test, of all its threads, as the kernel counts it outside the program. Tests by
             calls share a process: each has an equal share of all that it used, its start included. None where it was
             not measured: in a test that did not run or that reads standard input and was killed, with gVisor, and on a

@@ -19,7 +19,7 @@ from troll_sandbox.supervise import Watch, wait_for
 #: Wait status, CPU microseconds, whether the work folder is clean, length of output and of errors: `inside/stdio.py`.
 REPORT = struct.Struct("<5q")
 
-#: How much of an exception goes into a reason.
+#: The largest number of an exception's characters in a reason.
 REASON_LENGTH = 200
 
 

@@ -37,7 +37,7 @@ LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 class Watch:
-    """Tells when a sandbox exceeds a limit.
+    """Watches a sandbox for a limit that it exceeds.
 
     Args:
         processes: The sandbox, and those that it waits for, such as its judge: while they work, it is not idle.
@@ -79,7 +79,8 @@ class Watch:
         """The limit that is exceeded, if any.
 
         Raises:
-            StarvedError: It has lasted for `PATIENCE` wall budgets, and for most of that time others had the CPU.
+            StarvedError: It has run for `PATIENCE` times its wall limit, while others used the CPU for most of the
+                time.
         """
         now = time.monotonic()
         if self.seconds > self._limits.wall_seconds:

@@ -1,7 +1,7 @@
-"""Evaluating a model on tasks: what `troll eval` runs, and the numbers that it reports.
+"""Evaluating a model on tasks: the command `troll eval`, and the estimates that it reports.
 
-The numbers need nothing but Python. The other names are imported when they are first used: they need the extras `trl`
-and `tasks`.
+The estimates need only Python. The other names are imported when they are first used: they need the extras `trl` and
+`tasks`.
 """
 
 import importlib

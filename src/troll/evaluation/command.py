@@ -19,10 +19,10 @@ _SHARED_OPTIONS = ("answer_format", "system_prompt")
 
 
 def configuration(arguments: Namespace, trained: TrainingTask | None) -> EvaluationConfig:
-    """Reads the command line; settings that are not given are as in the model's training, if that is known.
+    """Reads the command line; settings that are not given are those of the model's training, if these are known.
 
-    The task that the model was trained on keeps its data, options and size, and every task gets its variables of the
-    chat template. Options and variables are overridden one by one; null removes one.
+    The task that the model was trained on has the data, options and size of training, and every task has the variables
+    of the chat template. The command overrides single options and variables; null removes one.
 
     Raises:
         EvaluationError: If there is no task, options do not fit each other, or a value is out of its range.

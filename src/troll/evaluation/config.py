@@ -22,7 +22,7 @@ class EvaluationError(UsageError):
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What to evaluate, and how.
+    """The settings of an evaluation.
 
     Attributes:
         model: A name on the Hugging Face hub, or the folder of a model, of a LoRA adapter, or of a `troll train` run.
@@ -32,14 +32,14 @@ class EvaluationConfig:
         temperature: The sampling temperature, at least 0. 0 is greedy and needs n = 1. None is 0 for n = 1, else 1.
         top_p: The mass of the most likely tokens to sample from, in (0, 1].
         top_k: The number of most likely tokens to sample from; 0 for all.
-        max_new_tokens: The tokens of a completion at most, at least 1; None for 2048, or fewer if the model's context
-            ends before.
+        max_new_tokens: The largest number of tokens of a completion, at least 1; None for 2048, or fewer if the model's
+            context is shorter.
         batch_size: The completions that are generated at once, at least 1; None for the backend's default.
         backend: "vllm", "transformers" or "auto", which is vLLM if it is installed and there is a GPU.
         seed: The seed of all random numbers.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype in which the weights are stored; of float32
-            weights, vLLM makes bfloat16 then.
-        chat_template_kwargs: More variables of the chat template.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype in which the weights are stored; with "auto",
+            vLLM converts float32 weights to bfloat16.
+        chat_template_kwargs: Further variables of the chat template.
         model_revision: The branch, tag or commit of a model on the hub.
         trust_remote_code: Whether the model's own code may run.
         output_dir: The folder of the records and results; None for `runs/eval-` and the model's name.

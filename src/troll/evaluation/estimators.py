@@ -41,7 +41,7 @@ def task_estimates(
     Args:
         verdicts: For each of N problems, the verdicts of its n completions.
         ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
-        questions: What each problem asks, which a generator of tasks may ask several times; None if no two are alike.
+        questions: The question of each problem, which a generator of tasks may repeat; None if all are different.
         same: Whether two different answers count as one in a majority vote, such as
             `troll.rewards.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
 
@@ -102,7 +102,7 @@ def _estimate(values: Sequence[tuple[Hashable, float]], samples: int) -> Estimat
 def pass_at_k(samples: int, successes: int, k: int) -> float:
     """The probability that at least one of k completions succeeds, estimated from n ≥ k of them without bias.
 
-    1 − C(n − c, k) / C(n, k), the share of the subsets of k completions that hold a success (Chen et al., 2021,
+    1 − C(n − c, k) / C(n, k), the share of the subsets of k completions that contain a success (Chen et al., 2021,
     "Evaluating Large Language Models Trained on Code", equation 1), as a product of ratios, none of which overflows.
 
     Args:
@@ -196,15 +196,15 @@ def clustered_interval(values: Sequence[float], samples: int, questions: Sequenc
 
         size = m (1 − m) / σ²,    σ² = Σ_questions (Σ_its problems (x − m))² / N²,    Q ≤ size ≤ N · samples.
 
-    The upper limit holds because N · n completions say no more than N · n independent ones. If every value is 0 or 1,
-    as with one completion a problem, and no question is asked twice, then size = N, and this is Wilson's interval
-    itself. Unlike a normal interval and the bootstrap, it stays within [0, 1] and has a width even if all values are
-    equal.
+    The upper limit holds because N · n completions have no more information than N · n independent ones. If every value
+    is 0 or 1, as with one completion a problem, and no question is asked twice, then size = N, and this is Wilson's
+    interval itself. Unlike a normal interval and the bootstrap, it stays within [0, 1] and has a width even if all
+    values are equal.
 
     Args:
         values: One estimate for each problem, in [0, 1]; at least one.
         samples: The number of completions behind each value.
-        questions: What each problem asks; None if no two are alike.
+        questions: The question of each problem; None if all are different.
 
     Returns:
         The interval's lower and upper end, both in [0, 1].

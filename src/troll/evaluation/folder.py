@@ -77,7 +77,7 @@ def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str
 def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: int) -> list[Record]:
     """Reads the records, and cuts the file after its last whole batch.
 
-    A command that resumes then generates the same batches as one that was never interrupted, bit for bit.
+    So a resumed command generates the same batches as an uninterrupted one, bit for bit.
 
     Args:
         path: The file; it may be missing.

@@ -23,10 +23,11 @@ from troll.huggingface.token_ids import embedding_rows
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """The sampling settings.
 
     Attributes:
-        temperature: The sampling temperature, at least 0; 0 is greedy, where seeds and the next two fields do nothing.
+        temperature: The sampling temperature, at least 0; 0 is greedy: seeds and the next two fields then have no
+            effect.
         top_p: The mass of the most likely tokens to sample from, in (0, 1]; 1 is all.
         top_k: The number of most likely tokens to sample from; 0 is all.
         max_new_tokens: The number of tokens at which a completion is cut off, at least 1.
@@ -66,9 +67,9 @@ class TransformersGenerator:
     of such numbers, from its seed. The model's `generate` would draw for a whole batch from one stream.
 
     Args:
-        model: A causal language model; of its generation settings, only the tokens that end a text count.
+        model: A causal language model; of its generation settings, only the end-of-sequence tokens are used.
         tokenizer: The model's tokenizer.
-        sampling: How completions are drawn.
+        sampling: The sampling settings.
     """
 
     batch_size = 16

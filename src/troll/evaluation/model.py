@@ -111,7 +111,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 def load_model(source: ModelSource, dtype: str) -> Any:
     """Loads the weights onto the GPU, or the CPU if there is none; a LoRA adapter is merged into its base.
 
-    Where the adapter changes a weight that embedding and head share, they get one each, as in PEFT's own forward.
+    If the adapter changes a weight that embedding and head share, both get separate weights, as in PEFT's forward.
 
     Args:
         source: The model from `find_model`.
@@ -141,9 +141,9 @@ def load_model(source: ModelSource, dtype: str) -> Any:
 
 
 def _with_adapter(source: ModelSource, dtype: str) -> Any:
-    """The base with its adapter; the embedding has as many rows as in training, however many the tokenizer has.
+    """The base with its adapter; the embedding has the rows of training, not one for each token of the tokenizer.
 
-    AutoPeftModel would invent rows for all tokens of the tokenizer, and their logits would count.
+    AutoPeftModel would add random rows for all tokens of the tokenizer, and their logits would count.
     """
     from peft import PeftModel, load_peft_weights
 
@@ -152,7 +152,7 @@ def _with_adapter(source: ModelSource, dtype: str) -> Any:
     embedding = re.compile(rf"base_model\.model\.{re.escape(name)}\.(token_adapter\.|base_layer\.)*weight")
     for key, weight in load_peft_weights(source.path, device="cpu").items():
         if embedding.fullmatch(key) and len(weight) != len(base.get_input_embeddings().weight):
-            base.resize_token_embeddings(len(weight))  # the adapter brings the values of all rows
+            base.resize_token_embeddings(len(weight))  # the adapter has the values of all rows
     return PeftModel.from_pretrained(base, source.path)
 
 

@@ -1,4 +1,4 @@
-"""A task for an evaluation: the prompts as the model reads them, and the judgement of completions."""
+"""A task for an evaluation: the texts of the prompts, and the judgement of completions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     Args:
         config: The task, its options and its size.
         tokenizer: The model's tokenizer.
-        template_options: More variables of the chat template.
+        template_options: Further variables of the chat template.
 
     Raises:
         troll.tasks.TaskError: If the task cannot be loaded, or the chat template refuses its prompts.

@@ -47,15 +47,15 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> bool:
     """Evaluates a model on tasks, prints a table, and leaves a folder with `results.json` and every generation.
 
     Args:
-        config: What to evaluate, and how. Results go into its `folder`, and the same settings resume there.
+        config: The settings. Results are written to its `folder`; an evaluation with the same settings resumes there.
         console: Where progress and the table are printed; by default standard output.
 
     Returns:
         Whether all tasks were evaluated; False after Ctrl-C.
 
     Raises:
-        EvaluationError: If the model, a task or the folder cannot be used as the settings say; before the weights are
-            loaded, wherever it can be told.
+        EvaluationError: If the model, a task or the folder cannot be used with these settings; where possible, before
+            the weights are loaded.
         troll.tasks.TaskError: If a task cannot be loaded.
     """
     evaluation = _Evaluation(config, console or Console())
@@ -64,7 +64,7 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> bool:
 
 
 class _Evaluation:
-    """An evaluation, of which everything is decided before the weights are loaded."""
+    """An evaluation, whose settings are all checked before the weights are loaded."""
 
     def __init__(self, config: EvaluationConfig, console: Console) -> None:
         if config.backend == "vllm" and find_spec("vllm") is None:
@@ -256,7 +256,7 @@ def _new_tokens(wanted: int | None, source: ModelSource, problems: Sequence[Prob
 
 
 def completion_order(lengths: Sequence[int], samples: int) -> list[tuple[int, int]]:
-    """The order of generation: long prompts first, so that memory runs out at once or not at all.
+    """The order of generation: long prompts first, so that memory runs out at the start or never.
 
     Args:
         lengths: The number of tokens of each prompt.

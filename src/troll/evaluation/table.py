@@ -40,7 +40,7 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
 
 
 def _gives_partial_credit(metrics: Mapping[str, float], mean: str) -> bool:
-    """Whether the mean score of a task is another number than its success."""
+    """Whether the mean score of a task differs from its success."""
     both = "pass@1" in metrics and mean in metrics
     return not both or not math.isclose(metrics["pass@1"], metrics[mean], abs_tol=1e-9)
 

@@ -21,7 +21,7 @@ TASK_FILE = "task.json"
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """How a model was prompted in training.
+    """The prompts of a model's training.
 
     Attributes:
         task: The name of the task, or the absolute path of a custom task; None for a custom task on another machine.

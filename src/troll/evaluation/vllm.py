@@ -36,7 +36,7 @@ def vllm_is_usable() -> bool:
 
 
 def adapter_problem(path: str) -> str | None:
-    """A part of the LoRA adapter in a folder that vLLM would refuse or, worse, ignore; None if there is none."""
+    """A part of the LoRA adapter in a folder that vLLM would refuse or silently ignore; None if there is none."""
     from peft import PeftConfig, load_peft_weights
 
     config = PeftConfig.from_pretrained(path)
@@ -52,7 +52,7 @@ class VllmGenerator:
 
     Args:
         source: The model. An adapter is applied to its base by vLLM.
-        sampling: How completions are drawn.
+        sampling: The sampling settings.
         dtype: The dtype for `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
         context: The number of tokens of the longest prompt with its completion, for which vLLM keeps memory.
 

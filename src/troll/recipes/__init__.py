@@ -1,16 +1,16 @@
 """Recipes: YAML files with every setting of a run, found by name or by path.
 
-A recipe holds fields of `troll.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`; fields that it leaves
-out have their defaults. It may have two more keys: `extends: RECIPE` (a name, or a path as seen from the file) takes
-another recipe's fields where the file has none, and `grid: {field: [values]}` makes it an ablation, which
-`troll compare` runs. To add a recipe, add a file to this folder.
+A recipe has fields of `troll.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`; other fields have their
+defaults. It may have two more keys: `extends: RECIPE` (a name, or a path relative to the file) adds the fields of
+another recipe that the file does not set, and `grid: {field: [values]}` makes it an ablation for `troll compare`. To
+add a recipe, add a file to this folder.
 
-A setting inside a field that holds a dictionary is `field.name` on the command line and in a grid, such as
-`--surrogate_kwargs.weight 0.3`; the dictionary's other settings stay.
+A setting in a field with a dictionary is `field.name` on the command line and in a grid, such as
+`--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
 
-`use_vllm: true` applies where vLLM can run, which is on GPUs; on a CPU `--use_vllm true` asks for it. Elsewhere
-transformers generates, `generation_chunk_size` completions at a time; the command says so, and the run's own settings
-hold `use_vllm: false`.
+`use_vllm: true` applies where vLLM can run: on GPUs, and on a CPU only with `--use_vllm true` on the command line.
+Elsewhere transformers generates, `generation_chunk_size` completions at a time; the command says so, and the run's
+settings have `use_vllm: false`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def _takes(kind: type, hint: Any) -> bool:
 
 
 _HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items() if name in FIELDS}
-#: Fields that hold several values at once, so that more than one value is not a choice between them.
+#: Fields whose value is a list, so that several values on the command line are not an axis of a grid.
 LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
 #: Fields that hold a dictionary, whose settings have names of their own: `field.name`.
 DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
 
-#: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
+#: Alternative settings of the number of updates per rollout. The one that is set last counts.
 _ROLLOUT_LENGTH = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
 
 _SURROGATE_KWARGS = "surrogate_kwargs"

@@ -1,8 +1,9 @@
 """Rewards that can be checked: mathematical answers, programs by their tests, and the form of an answer.
 
-`MathGrader` and `CodeGrader` are reward functions as TRL's trainers call them. `grade` says more than their number: how
-much is right, what was read as the answer, and why. Importing this starts nothing: math-verify works in processes that
-start with the first answer, and what concerns programs, `troll_sandbox` with it, is imported when it is first named.
+`MathGrader` and `CodeGrader` are reward functions with TRL's signature. Their method `grade` returns more than a
+number: the share that is right, the answer that was read, and the reason. Importing this package starts no process:
+math-verify runs in processes that start with the first answer, and the code for programs, including `troll_sandbox`, is
+imported when it is first used.
 """
 
 import importlib

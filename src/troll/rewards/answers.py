@@ -84,7 +84,7 @@ def check_answer_format(answer_format: str) -> None:
 
 
 def marked(answer: str, answer_format: AnswerFormat = "boxed") -> str:
-    """Returns an answer as a completion marks it, which `final_answer` reads."""
+    """Returns an answer in the format of a completion, from which `final_answer` reads it."""
     check_answer_format(answer_format)
     return _FORMATS[answer_format].mark % answer
 

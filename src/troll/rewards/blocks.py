@@ -1,6 +1,6 @@
 """The program among the fenced blocks of a completion, and the definitions that it needs from the other blocks.
 
-Blocks are read line by line and not parsed: a parser that runs outside the sandbox would be one more thing to attack.
+Blocks are read line by line and not parsed, since a parser outside the sandbox could be attacked.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def program_among(fenced: Iterable[tuple[str, str]], names: Sequence[str], whole
 
 
 def _likely(blocks: Sequence[str], whole: bool) -> str:
-    """The longest block; for a whole program the last that reads input, of those that run something and print."""
+    """The longest block; for a whole program, the last of those that run something and print, and that reads input."""
     if whole:
         for runs in (lambda block: any(map(_acts, _items(block))), _READS.search, _PRINTS.search):
             blocks = [block for block in blocks if runs(block)] or blocks

@@ -37,17 +37,17 @@ SHARES = 3
 
 
 class CodeGrader(Grader):
-    """Runs each completion's program against its tests: 1.0 where all are passed, and 0.0 otherwise.
+    """Runs each completion's program against its tests: 1.0 if all are passed, and 0.0 otherwise.
 
-    Every program gets its own sandbox, several run at a time, and equal programs with equal tests run once. The last
-    batch's verdicts are kept: if the reward of all tests and that of their fraction are asked one after the other, the
-    programs run once.
+    Every program gets its own sandbox, several run at a time, and equal programs with equal tests run once. The
+    verdicts of the last batch are kept, so that the reward of all tests and the fraction of passed tests run the
+    programs once.
 
-    A failure of the machine (no memory, no process, no server) is never a verdict. Programs that it hits run again
-    after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that gets too little CPU time to
-    finish in all that time counts as one that used up its limit: `while True` in a program must not end a training run.
+    A failure of the machine (no memory, no process, no server) is never a verdict. The affected programs run again
+    after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that in all this time gets too
+    little CPU time to finish counts as over its time limit: `while True` in a program must not end a training run.
 
-    It can be pickled and survives a fork: the processes of a pool make their own sandboxes.
+    A grader can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 
     Args:
         limits: The limits of each program; by default `Limits()`.
@@ -108,15 +108,15 @@ class CodeGrader(Grader):
         """Judges completions. Ctrl-C kills the programs that run.
 
         Args:
-            completions: B texts, as the model wrote them. A program is a fenced block of Python, with what it needs of
-                the others, or the whole text where there is no block.
-            tests: B texts, each as [parse_tests][troll.rewards.parse_tests] takes it.
-            prefix: B texts that a completion may continue instead of repeating; None or empty where there is none.
+            completions: B texts, as the model wrote them. The program is a fenced block of Python, with the definitions
+                that it needs from other blocks, or the whole text if there is no block.
+            tests: B texts in a form of [parse_tests][troll.rewards.parse_tests].
+            prefix: B texts that a completion may continue instead of repeating; None or empty if there is none.
             **columns: Unused; the data set's other columns.
 
         Returns:
             B verdicts. `score` is 0.0 or 1.0, or with `partial_credit` the share of passed tests; it is None if the
-            program could not be tested. `reason` says why the first failing test fails.
+            program could not be tested. `reason` is the reason of the first failing test.
 
         Raises:
             ValueError: If `tests` does not fit; the message names the row.
@@ -144,7 +144,7 @@ class CodeGrader(Grader):
         self._start()
 
     def run(self, batch: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Judges a batch of (completion, tests, prefix) as `grade` does, but without a look at the last batch."""
+        """Judges a batch of (completion, tests, prefix) like `grade`, but without the verdicts of the last batch."""
         jobs: dict[tuple[str, str], Job] = {}  # by the program and the text of its tests
         keys: list[tuple[str, str] | None] = []
         for row, (completion, text, prefix) in enumerate(batch):
@@ -187,15 +187,15 @@ def _verdict(job: Job, found: list[Outcome] | SandboxError) -> Verdict:
 
 
 def passed_fraction(grader: CodeGrader) -> Reward:
-    """A reward in TRL's signature that is the share of passed tests instead of all or nothing.
+    """Makes a reward with TRL's signature that is the share of passed tests, instead of all or nothing.
 
-    Next to the grader itself as another reward, it runs no program a second time.
+    If the grader itself is another reward of the same trainer, no program runs a second time.
 
     Args:
-        grader: The grader that tests the programs. From then on it runs all tests of a program.
+        grader: The grader that tests the programs; from now on it runs all tests of a program.
 
     Returns:
-        A function of B completions to B numbers in [0, 1], and None where a program could not be tested.
+        A function from B completions to B numbers in [0, 1], and None where a program could not be tested.
     """
 
     def reward(prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float | None]:
@@ -231,12 +231,12 @@ def compute_score(
     Args:
         data_source: Unused; part of the signature.
         solution_str: The completion.
-        ground_truth: The tests, as [parse_tests][troll.rewards.parse_tests] takes them.
+        ground_truth: The tests, in a form of [parse_tests][troll.rewards.parse_tests].
         extra_info: May have a `prefix`, the code that the completion may continue; the rest is not used.
         partial: Whether the score is the share of passed tests instead of all or nothing.
         sandbox: The sandbox to use instead of bubblewrap: "gvisor", or the address of a SandboxFusion server, as in
             verl's `sandbox_fusion.url`. verl passes it on from `custom_reward_function.reward_kwargs`.
-        **kwargs: Unused; verl passes more in some configurations.
+        **kwargs: Unused; further arguments that verl passes in some configurations.
 
     Returns:
         `score`, on which verl trains, and for its log `acc` (1.0 if all tests passed, else 0.0) and `reason`.

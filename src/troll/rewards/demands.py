@@ -1,4 +1,4 @@
-"""Whether tests that are code need the program's own process or packages, as far as their text shows it."""
+"""Finds out from the text of tests that are code whether they need the program's process or packages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def needs_plain(tests: CodeTests) -> list[str]:
 
 
 def borrowed_packages(tests: CodeTests) -> list[str]:
-    """Names of `PACKAGES` that the tests use without importing them: a program could define them, and decide a test."""
+    """Names of `PACKAGES` that tests use without importing them: a program could define them to fake a pass."""
     return [name for name in tests.inferred if name in PACKAGES]
 
 

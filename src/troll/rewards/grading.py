@@ -1,4 +1,4 @@
-"""Completions and their verdicts, which say more than the number of a reward."""
+"""Graders, and their verdicts about completions."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ class Verdict:
     """The judgement of one completion.
 
     Attributes:
-        score: How much of it is right, in [0, 1]; exactly 1.0 is a success. None where it could not be judged, for lack
-            of memory or processes for example, which says nothing about the completion.
-        answer: The final answer or the program that was read from it; None if it has none in the form asked for.
+        score: The share that is right, in [0, 1]; exactly 1.0 is a success. None if the completion could not be judged,
+            for example for lack of memory or processes.
+        answer: The final answer or the program that was read from the completion; None if it has none in the required
+            form.
         reason: The reason for the score, in a few words, e.g. "correct", "wrong answer", "no answer", "time limit", and
             "unscored: ..." with the cause.
-        cpu_seconds: CPU time of a program in all its tests. None where it was not measured, and of other answers.
-            Verdicts that differ only in this are equal.
+        cpu_seconds: CPU time of a program in all its tests. None if it was not measured, and for other kinds of
+            answers. Verdicts that differ only in this field are equal.
     """
 
     score: float | None
@@ -62,17 +63,15 @@ class Verdict:
 
 
 class Grader(ABC):
-    """A verifiable reward: called as TRL calls a reward function, it returns 1.0 for a success and 0.0 otherwise.
+    """The base class of verifiable rewards with TRL's signature: 1.0 for a success, 0.0 otherwise, None if not judged.
 
-    A completion that could not be judged gets None. `TrollTrainer` leaves it out of the rollout, even if other reward
-    functions score it.
-
-    `grade` says more: the share that is right, the answer that was read, and the reason. A grader of your own defines
-    `grade`.
+    `TrollTrainer` leaves a completion that could not be judged out of the rollout, even if other reward functions score
+    it. The method `grade` returns more than a number: the share that is right, the answer that was read, and the
+    reason. A subclass defines `grade`.
 
     Attributes:
         votes: Whether answers can be compared, so that there can be a majority vote; False unless a subclass sets it.
-        latest: The verdicts of the last call, which say more than its numbers.
+        latest: The verdicts of the last call.
     """
 
     __name__ = "success"

@@ -1,4 +1,4 @@
-"""How many processes this machine can run at a time.
+"""The number of processes that this machine can run at a time.
 
 Functions with an argument `root` read `proc` and `sys/fs/cgroup` below it: the root of the file system.
 """

@@ -1,4 +1,4 @@
-"""A reward for programs that need less CPU time than a reference, given that they are right."""
+"""A reward for right programs that need less CPU time than a reference."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from troll.rewards.grading import Completion, Verdict, completion_text
 
 
 def time_saved(grader: CodeGrader, *, runs: int = 3, resolution: float = 0.01) -> Reward:
-    """A reward in TRL's signature for CPU time: what a right program saves of a reference's.
+    """Makes a reward with TRL's signature for the CPU time that a right program saves compared with a reference.
 
     With t the CPU seconds of a program in all its tests, t* those of the reference, and r the resolution, a program
     that passes all tests gets
 
         max(0, 1 − (t + r) / (t* + r)),
 
-    for example 0.5 for half the time. A program that fails a test gets 0: time is never paid for wrong answers. The
-    reference is a program of the data set that runs here, in the same sandbox, so the reward means the same on every
-    machine. The kernel counts both times from outside, with all threads, so neither sleeping nor a changed clock helps.
-
-    Next to the grader itself as another reward, it runs no completion a second time.
+    for example 0.5 for half the time. A program that fails a test gets 0. The reference is a program of the data set
+    that runs in the same sandbox, so the reward means the same on every machine. The kernel counts both times from
+    outside, with all threads, so neither sleeping nor a changed clock helps. If the grader itself is another reward of
+    the same trainer, no completion runs a second time.
 
     Args:
-        grader: Tests the programs, in bubblewrap, which measures their CPU time.
+        grader: The grader that tests the programs, in bubblewrap, which measures their CPU time.
         runs: How often a reference is run when it is first needed, at least 1. Its fastest run counts from then on, so
             that a copy of it gets little more than 0.
-        resolution: r, in seconds, above 0. CPU times vary, with what else the machine does and from run to run:
-            differences far below r are hardly paid.
+        resolution: r, in seconds, above 0. CPU times vary with the load of the machine and from run to run: differences
+            far below r hardly change the reward.
 
     Returns:
-        A function of B completions to B numbers in [0, 1), and None where a program could not be tested. It reads the
-        columns `tests` and `prefix` as the grader does, and `reference`: B programs, written as completions are.
+        A function from B completions to B numbers in [0, 1), and None where a program could not be tested. It reads the
+        columns `tests` and `prefix` like the grader, and `reference`: B programs in the form of completions.
 
     Raises:
         ValueError: If `runs` or `resolution` is out of its range. From the function: if a reference fails its tests, or

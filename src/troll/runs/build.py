@@ -1,4 +1,4 @@
-"""Everything that a run needs before its first step, from its recipe. A mistake in the recipe is found here."""
+"""Builds a run from its recipe, and finds mistakes in the recipe, before the first step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BuiltRun:
         checkpoint: The trainer's `resume_from_checkpoint`.
         task: The task to train on.
         others: The other tasks to evaluate on.
-        trained_on: How the model is prompted, for `task.json`.
+        trained_on: The model's prompts, for `task.json`.
         trainer: The trainer, which logs and saves nothing by itself.
     """
 
@@ -53,7 +53,7 @@ class BuiltRun:
 
 
 def build(recipe: Recipe, console: Console) -> BuiltRun:
-    """Checks a recipe, loads what it names, prints the memory that it takes, and makes the trainer.
+    """Checks a recipe, loads its model and tasks, prints the memory that the run needs, and makes the trainer.
 
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, the
@@ -128,7 +128,7 @@ def _check_memory(
     variables: dict[str, Any],
     console: Console,
 ) -> None:
-    """Prints the memory that the run takes, and refuses a run that cannot fit on a GPU."""
+    """Prints the memory that the run needs, and refuses a run that does not fit on the GPU."""
     found = Plan(recipe, this_machine(recipe.training), model_path, longest_prompt(tasks, processor, variables))
     main = recipe.training.process_index == 0
     try:

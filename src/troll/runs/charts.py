@@ -17,7 +17,7 @@ class Chart:
     Attributes:
         lines: The text in the legend by metric; held-out metrics start with "eval_".
         with_bound: Whether ε is drawn too.
-        shown: When the card is shown. With "always", a sentence replaces a card without data; the others leave it out.
+        shown: When the card is shown. With "always", a sentence replaces a card without data; otherwise it is left out.
     """
 
     section: str

@@ -46,8 +46,8 @@ def compare(
 ) -> Outcome:
     """Makes the runs of a grid that are not finished yet, and writes the comparison of all finished ones.
 
-    `folder` then holds a manifest, a run folder and a log for each run, and the comparison as a page, as JSON and as a
-    Markdown table. The same grid again, or one with more runs, continues there: finished runs stay, and interrupted
+    `folder` then has a manifest, a run folder and a log for each run, and the comparison as a page, as JSON and as a
+    Markdown table. The same grid, or one with more runs, can be continued there: finished runs stay, and interrupted
     ones resume from their last checkpoint. If a run fails, the others still run.
 
     Args:
@@ -57,7 +57,7 @@ def compare(
         jobs: The number of runs at once, at least 1. By default one for each GPU, or for each core if there is no GPU.
             Each run sees one GPU.
         command: The command that made the runs, for the page.
-        settled: The fields whose values were chosen for each method, so that other values make no other method.
+        settled: The fields whose values were chosen for each method, so that different values are still one method.
 
     Returns:
         "finished" if every run is; "failed" if one failed; "interrupted" after Ctrl-C, which stops the runs so that

@@ -1,6 +1,6 @@
-"""Several runs together: groups of runs that differ only in their seed, and the differences between groups.
+"""Comparisons of runs: groups of runs that differ only in their seed, and the differences between groups.
 
-It needs neither the trainer nor the recipes.
+This module needs neither the trainer nor the recipes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from troll.files import read_json
 from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, Measure, Run, eval_size, is_comparison, number, read_runs
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
-# Settings whose differences do not make another method.
+# Settings that do not distinguish methods.
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
 _NO_AXIS = _OF_THE_FOLDER | {"seed", "surrogate"}
 
@@ -107,7 +107,7 @@ class Difference(Generic[C]):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, also unfinished ones, and the commands that made them, as far as these are known."""
+    """Several runs, including unfinished ones, and the commands that made them, if known."""
 
     runs: Sequence[Run]
     commands: Sequence[str] = ()
@@ -191,8 +191,8 @@ def row_label(row: Row) -> str:
 def table_of(methods: Sequence[M]) -> dict[Row, dict[str, M]]:
     """The methods by row and surrogate.
 
-    A method that does not read all of a row's settings belongs to several rows, if no other with its surrogate reads
-    more of them. A row whose settings are all part of another row's is merged into that one.
+    A method that does not use all settings of a row belongs to several rows, unless another method with its surrogate
+    uses more of them. A row whose settings are all part of another row's is merged into that row.
     """
     rows = dict.fromkeys(method.row for method in methods)
     table: dict[Row, dict[str, M]] = {row: {} for row in rows if not any(set(row) < set(other) for other in rows)}

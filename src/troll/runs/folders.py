@@ -1,4 +1,4 @@
-"""Whether a folder can take a run or a comparison: a new one, or one that resumes there."""
+"""Checks whether a folder can be used for a new run or comparison, or to resume one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHOOSE = "choose another folder with --output_dir"
 def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
     """The trainer's `resume_from_checkpoint`: a checkpoint, or True for the last complete one, which it then names.
 
-    It is None for a run that starts anew. A folder that does not exist is made.
+    It is None for a new run. A folder that does not exist is made.
 
     Raises:
         RecipeError: If the folder cannot be used or is not empty, or a resumed run has other settings than before or no

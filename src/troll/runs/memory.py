@@ -1,7 +1,8 @@
-"""The peak memory of a model, which runs on tensors that have a shape and a dtype, but no data.
+"""Measures the peak memory of a model by running it on tensors that have a shape and a dtype, but no data.
 
-torch's `FakeTensorMode` computes with such tensors, and its `MemTracker` counts the bytes of those that live at once.
-Nothing is downloaded, and a model of any size is measured in seconds. `troll.runs.plan` combines the measurements.
+torch's `FakeTensorMode` computes with such tensors, and its `MemTracker` counts the bytes of those that exist at the
+same time. Nothing is downloaded, and a model of any size is measured in seconds. `troll.runs.plan` combines the
+measurements.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class UnknownMemory(RuntimeError):
 
 @dataclass(frozen=True)
 class Network:
-    """A model as a run loads it.
+    """The model of a run.
 
     Attributes:
         config: Its configuration, a `PreTrainedConfig`.
@@ -166,7 +167,7 @@ class _Tracker(MemTracker):
 
     @property
     def peak(self) -> int:
-        """The most bytes that lived at once."""
+        """The largest number of bytes in use at one time."""
         return self._total("peak") - self._known
 
     def _total(self, kind: str) -> int:
@@ -193,7 +194,7 @@ _LARGEST = {
 
 @contextmanager
 def _without_data(network: Network, training: bool = False) -> Iterator[Any]:
-    """The model; all tensors that are made within the context have a shape and a dtype, but no data."""
+    """A context with the model, in which all new tensors have a shape and a dtype, but no data."""
     try:
         if _MISSING:
             raise AttributeError(f"the MemTracker of torch {torch.__version__} has no {_MISSING[0]}")

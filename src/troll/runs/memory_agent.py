@@ -1,4 +1,4 @@
-"""The rollout function of the recipe `memory-agent`: a sum is read term by term, into a memory that is overwritten."""
+"""The rollout function of the recipe `memory-agent`: reads a sum term by term, with a memory that is overwritten."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from troll.trl import complete
 from troll.trl.conversations import EARLIER
 
-#: What stands between the terms of a sum, and after the last one.
+#: The separators between the terms of a sum, and the end of a sum.
 _BETWEEN, _ASKED = r" (?=[+-] )", " ="
 
 
 def rollout(prompts: list[str], trainer: Any, remember: Callable[[str], str] = str) -> dict[str, Any]:
     """Reads sums such as `9 + 4 - 2 =`, a term at a time; the last conversation answers from memory only.
 
-    The first conversation reads `9 =`. What it answers is the memory, and stands before the next term: if the answers
-    are right, the others read `9 + 4 =` and `13 - 2 =`. The last one reads `11 =`.
+    The prompt of the first conversation is `9 =`. Its answer is the memory, which the next prompt puts before the next
+    term: if the answers are right, the prompts are `9 + 4 =` and `13 - 2 =`. The last prompt is `11 =`.
 
     Args:
-        prompts: Sums without a chat template, as `reasoning_gym:chain_sum` asks for them by `"{expression} ="`.
+        prompts: Sums without a chat template: prompts of `reasoning_gym:chain_sum` by the template `"{expression} ="`.
         trainer: The `TrollTrainer`.
-        remember: What of an answer becomes the memory; all of it by default.
+        remember: A function from an answer to the memory; by default the whole answer.
     """
     tokenizer = trainer.processing_class
     sums = [re.split(_BETWEEN, prompt.removesuffix(_ASKED)) for prompt in prompts]

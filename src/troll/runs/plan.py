@@ -53,7 +53,8 @@ class Plan:
         recipe: The recipe from `troll.recipes.load`.
         machine: The machine, from `this_machine`.
         model: The name or the folder of the model; by default the recipe's.
-        longest_prompt: Its tokens. Default: what `vllm_max_model_length` leaves, or 512.
+        longest_prompt: The number of tokens of the longest prompt. Default: `vllm_max_model_length` minus the longest
+            completion, or 512.
         changes: The fields in which the recipe differs from the user's.
     """
 
@@ -160,7 +161,7 @@ class Plan:
         return lines
 
     def remedy(self) -> str:
-        """One line that says that the run does not fit, and what to change."""
+        """One line with the message that the run does not fit, and the change that makes it fit."""
         line = f"{self.recipe.name} takes up to {_gib(max(self.totals))} GiB, and {self.machine.name} is all there is"
         found = self
         while not found.fits and (lower := found._lower()):

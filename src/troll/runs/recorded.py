@@ -1,6 +1,6 @@
-"""Runs as their folders describe them.
+"""Reads runs from their folders.
 
-It reads only files, and needs neither the trainer nor the recipes.
+This module reads only files, and needs neither the trainer nor the recipes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARE: Range = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder describes it.
+    """The data of one run, read from its folder.
 
     Attributes:
         folder: The folder of the run.
@@ -40,7 +40,7 @@ class Run:
         settings: The content of `config.yaml`; before the run has started, its settings in the comparison's manifest.
         summary: The content of `summary.json`, empty if the run has not written it.
         rows: The lines of `metrics.jsonl`.
-        settled: The settings that were chosen for its method, and so belong to the method.
+        settled: The settings that were chosen for the run's method, and therefore belong to the method.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def surrogate(self) -> str:
-        """The surrogate, which kept the updates near the old policy."""
+        """The run's surrogate."""
         return str(self.summary.get("surrogate") or self.settings.get("surrogate") or DEFAULT_SURROGATE)
 
     @property
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def settings_read(self) -> set[str] | None:
-        """The settings that its surrogate reads and some others do not; None if unknown: it may then read any."""
+        """The settings that its surrogate reads and some others do not; None if unknown."""
         names = self.summary.get("surrogate_settings")
         return None if names is None else set(names)
 

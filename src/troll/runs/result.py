@@ -28,9 +28,10 @@ from troll.trl.surrogates import SURROGATES, settings_read
 
 
 class RunResult:
-    """Writes the files at the end of a run, however it ends.
+    """Writes the files at the end of a run, also if it fails or is interrupted.
 
-    The time of the run begins here, and the commit is read here, since a checkout may move on meanwhile.
+    The time of the run starts when this object is made. The commit is read then too, since the checkout may change
+    during the run.
 
     Args:
         run: The run. Every process makes its result; only the main one writes it.
@@ -110,10 +111,10 @@ class RunResult:
 
 
 def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
-    """Writes `verdicts.json`: the step of the last evaluation, and each completion's question and success.
+    """Writes `verdicts.json`: the step of the last evaluation, and the question and success of each completion.
 
-    The success is null if the completion could not be judged. A question is the number of the first held-out prompt
-    with the same text. Nothing is written if the task cannot tell success from failure, or no evaluation was completed.
+    The success is null if the completion could not be judged. The question is given as the number of the first held-out
+    prompt with the same text. Nothing is written if the task does not define success, or no evaluation was completed.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
@@ -138,9 +139,9 @@ def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:
 
 
 def commit_of(package: Path) -> str | None:
-    """The commit of the checkout that has a package, with a `+` if files of the package have changed since.
+    """The commit of the checkout that contains a package, with a `+` if files of the package have changed since.
 
-    None for a package that is not the checkout's own, such as one installed in it, or without git.
+    None for a package that is only installed inside a checkout, or without git.
     """
 
     def git(*arguments: str) -> str:

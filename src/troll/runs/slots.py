@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-#: The process that makes the runs of a slot.
+#: The worker process that makes the runs of a slot.
 WORKER = [sys.executable, "-m", "troll.runs.worker"]
 
 

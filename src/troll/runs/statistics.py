@@ -1,7 +1,7 @@
 """Means over seeds and paired differences, with their 95 % intervals.
 
-SciPy is imported where it is used: training imports modules that import this one, and must neither wait for it nor need
-it.
+SciPy is imported inside functions: training imports modules that import this one, and must neither wait for SciPy nor
+need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SeedMean:
         spread: The standard deviation (n − 1) of the values; None for a single value.
         size: The number of values.
         interval: The 95 % interval of the mean; None if nothing is known about it.
-        method: How the interval was made: by Student's t over the seeds, or Wilson's over the answers of a single seed.
+        method: The kind of interval: Student's t over the seeds, or Wilson's over the answers of a single seed.
     """
 
     mean: float
@@ -46,7 +46,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
 
 
 def seed_mean(values: Sequence[float], answers: int | None = None) -> SeedMean:
-    """The mean over seeds, in which the answers' noise is part of the spread between seeds.
+    """The mean over seeds with its interval; the noise of the answers is a part of the spread between seeds.
 
     Args:
         values: The value of each seed, at least one.
@@ -67,7 +67,7 @@ def seed_differences(first: Mapping[int, float], second: Mapping[int, float]) ->
 def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> SeedMean | None:
     """The mean of first − second over the seeds that both have, with the paired t interval; None if they share none.
 
-    What a seed fixes (the initial model, the order of the problems) cancels in each difference.
+    The influence of the seed (the initial model, the order of the problems) cancels in each difference.
     """
     differences = seed_differences(first, second)
     return seed_mean(differences) if differences else None

@@ -1,4 +1,4 @@
-"""A small language model that can do a little of a task: its characters, and its warm-up on questions."""
+"""A small language model that can partly solve a task: its tokenizer of characters, and its warm-up on questions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHARACTERS = "\n" + "".join(character for character in string.printable if chara
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the toy model is prepared by supervised learning.
+    """The settings of the toy model's supervised warm-up.
 
     Attributes:
         target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1), in the
@@ -52,14 +52,14 @@ class WarmUp:
         batch_size: The questions of a step.
         learning_rate: The learning rate, constant between a linear rise and a linear fall.
         rise_steps: The steps in which the learning rate rises.
-        fall_steps: The steps before `max_steps` in which it falls to about 0. 1 for no fall.
-        num_questions: The draws to learn from; they repeat, in a new order, when all are used.
+        fall_steps: The steps before `max_steps` in which the learning rate falls to about 0. 1 for no fall.
+        num_questions: The number of questions to learn from; they are repeated in a new order when all have been used.
         test_size: The questions of a test.
         test_every: The steps between two tests.
         format_share: The share of the answers that the model learns in the task's `answer_format`; the others are
-            plain. Below 1, the model is calibrated after the steps above: it goes on learning at a tenth of the
+            plain. Below 1, the model is calibrated after the steps above: it continues to learn at a tenth of the
             learning rate until the probability that an answer begins like the format is within 5 % of this share.
-        task_options: Options of the task that are others in these questions, e.g. `{"max_terms": 2}` for shorter ones.
+        task_options: Options of the task that differ in the warm-up, e.g. `{"max_terms": 2}` for shorter questions.
     """
 
     target_success: float | None = 0.3
@@ -125,15 +125,15 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_dir: str | Path | None = None) -> Path:
-    """Returns the folder of a small language model that can do a little of a task; makes it if the cache lacks it.
+    """Returns the folder of a small language model that can partly solve a task; makes it if it is not in the cache.
 
-    For `free_text` it is that of `troll.runs.toy_text_model`. For `reasoning_gym:<data set>`, it is a Qwen3 of about
-    0.7 million parameters that reads and writes characters, warmed up on questions of the task that are neither in its
-    training nor in its evaluation data.
+    For `free_text` this is the model of `troll.runs.toy_text_model`. For `reasoning_gym:<data set>`, it is a Qwen3 of
+    about 0.7 million parameters that reads and writes characters, warmed up on questions of the task that are neither
+    in its training nor in its evaluation data.
 
     Args:
-        task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; its
-            `warm_up` says how the model learns it.
+        task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; with
+            the settings `warm_up`.
         name: One of `TOY_MODELS`.
         seed: The seed of the initial weights and of the order of the questions.
         cache_dir: The folder in which models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.

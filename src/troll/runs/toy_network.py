@@ -1,4 +1,4 @@
-"""Small models that this package makes by itself: their architecture, and the cache in which they are kept."""
+"""The toy models that this package makes itself: their architecture, and the cache in which they are kept."""
 
 import hashlib
 import json
@@ -68,16 +68,16 @@ def cached_model(
     seed: int,
     cache_dir: str | Path | None = None,
 ) -> Path:
-    """Returns the folder of a small model, warming it up only if the cache does not hold it.
+    """Returns the folder of a small model, and warms it up if it is not in the cache.
 
     The folder is named by a hash of everything that determines the model: `determined_by`, the architecture, the seed
-    and the versions of the libraries. A cached model with changed files is made anew.
+    and the versions of the libraries. A cached model with changed files is made again.
 
     Args:
         config: The architecture, from `model_config`.
         tokenizer: The model's tokenizer, which is saved in its folder.
-        warm_up: Trains a freshly initialised model in place, and returns what to record about it. It runs with its own
-            random numbers, seeded by `seed`, so that the caller's are not used up.
+        warm_up: A function that trains a freshly initialised model in place, and returns a record about it. It has its
+            own random numbers, seeded by `seed`, and does not change the caller's.
         determined_by: The data and the settings of the warm-up, as JSON.
         seed: The seed of the initial weights and of the warm-up.
         cache_dir: The folder in which models are kept; `default_cache_dir` if None.

@@ -27,7 +27,7 @@ from troll.tasks.free_text import paragraphs
 
 @dataclass(frozen=True)
 class TextWarmUp:
-    """How the model is prepared by next-token learning.
+    """The settings of the model's warm-up by next-token prediction.
 
     It ends once the loss on text that the model does not learn from has risen, or after `max_steps`.
 
@@ -62,7 +62,7 @@ def toy_text_model(
         name: One of `TOY_MODELS`.
         seed: The seed of the initial weights and of the order of the text.
         cache_dir: The folder in which models are kept, see `troll.runs.toy_network.cached_model`.
-        warm_up: How the model learns before reinforcement learning.
+        warm_up: The settings of the warm-up before reinforcement learning.
 
     Raises:
         OSError: If the cache folder cannot be written.

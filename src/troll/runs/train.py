@@ -63,9 +63,9 @@ def train(recipe: Recipe, console: Console) -> bool:
         Whether training reached its end. Ctrl-C leaves a folder that is just as complete and can be resumed.
 
     Raises:
-        RecipeError: As `troll.runs.build.build`.
+        RecipeError: See `troll.runs.build.build`.
         FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
-        troll.tasks.TaskError: As `troll.runs.build.build`.
+        troll.tasks.TaskError: See `troll.runs.build.build`.
     """
     run = build(recipe, console)
     trainer, folder = run.trainer, run.folder

@@ -1,4 +1,4 @@
-"""A process that imports all that runs need and forks for each run; `troll compare` has one in each slot.
+"""A process that imports everything that runs need, and forks for each run; `troll compare` has one in each slot.
 
 Each line of stdin is a run, `{"arguments": [RECIPE, ...], "log": PATH}`; the worker writes back its exit code. A fork
 starts in the state of a new process after its imports: no random number is drawn, and CUDA and torch's thread pool,

@@ -1,4 +1,4 @@
-"""Answers in several attempts, as in "11 wait 12 wait 12": of which tokens are redundant, and how long they are."""
+"""Answers in several attempts, such as "11 wait 12 wait 12": their redundant tokens, and their length."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def tokens_until(length: int, ids: Sequence[int], decode: Callable[[Sequence[int
 
 
 class Redundant:
-    """0 for every completion, and of a token -1 where it is redundant.
+    """A reward of tokens: -1 for each redundant token, and 0 for the completion as a whole.
 
-    Those are the tokens between the end of the first right attempt and the end of the text, if the last attempt is
-    right. The token that ends the completion is needed.
+    Redundant tokens are those between the end of the first right attempt and the end of the text, if the last attempt
+    is right. The end-of-sequence token is needed.
 
     Args:
         separator: The text between two attempts.
@@ -73,7 +73,7 @@ class Redundant:
 
 
 def attempt_rewards(separator: str, is_right: Callable[[str, int], bool]) -> list[RewardFunc]:
-    """For a right last attempt (`success`), against redundant tokens (`redundant`), and for short texts (`length`).
+    """The rewards `success`, for a right last attempt, `redundant`, against redundant tokens, and `length`.
 
     The arguments are those of `Redundant`.
     """

@@ -1,4 +1,4 @@
-"""Prompts as a model reads them, through its chat template."""
+"""The texts of prompts that a model reads, after its chat template."""
 
 from __future__ import annotations
 

@@ -58,12 +58,13 @@ def load_code(
 
     - `compare`: how printed text is compared if the tests do not say, "tokens" or "numbers"; see
       `troll_sandbox.output.same_output`.
-    - `plain_tests`: which tests that are code run in the program's own process, where a program can fake its verdict:
-      those that say so ("stated"); also those that do not say but need it, as far as
+    - `plain_tests`: which tests that are code run in the program's process, where a program can fake its verdict: those
+      that specify it ("stated"); also those without a specification that need it, as far as
       `troll.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
 
-    Warns of rows whose tests need the program's process or run there, and of those that leave a package to the program.
-    With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
+    Warns about rows whose tests need the program's process or run there, and about rows whose tests take a package's
+    name from the program. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is
+    logged.
 
     Raises:
         TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,

@@ -1,4 +1,4 @@
-"""Custom tasks: a user's own, in a YAML or a Python file."""
+"""Custom tasks, from a user's YAML or Python file."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _ANSWERS = {"math": "answer", "code": "tests"}
 def load_file(config: TaskConfig) -> Task:
     """Loads a task of the user's from a Python or a YAML file.
 
-    A Python file, `path.py[:argument]`, defines `load(config, argument)`, a function like those that `register_task`
-    takes: it returns a `Task` whose prompts are plain text. docs/tasks.md describes the fields of a YAML file. Its
-    `task_options` are defaults for those of `config`, and `config.dataset_path` replaces its data. Paths in it are
-    relative to it.
+    A Python file, `path.py[:argument]`, defines `load(config, argument)`, a function with the signature that
+    `register_task` requires: it returns a `Task` whose prompts are plain text. docs/tasks.md describes the fields of a
+    YAML file. Its `task_options` are defaults for those of `config`, and `config.dataset_path` replaces its data. Paths
+    in it are relative to it.
 
     Raises:
         TaskError: If the file is missing or cannot be read, its function is missing or returns something else, or one
@@ -98,7 +98,7 @@ def _load_yaml(path: Path, config: TaskConfig) -> Task:
 
 
 def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
-    """A task whose reward gets the columns other than the prompt under the task's names for them, as text."""
+    """A task whose reward gets all columns except the prompt, as text, under the names of the YAML file."""
     options = Options(config)
     instructions = {"none": ""} | INSTRUCTIONS
     instruction = instructions[options.choice("answer_format", list(instructions))]
@@ -165,13 +165,13 @@ def _data(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
 
 
 def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Callable[..., Any], Path | None]:
-    """Loads a function of the user's, and says which file defines it, None if there is none.
+    """Loads a function of the user's, and returns it with the file that defines it, or None for a module's.
 
     Args:
         name: `FILE.py:function` or `module:function`.
         folder: The folder that a file's path is relative to.
-        label: Where the name stands, for errors.
-        *others: What could stand there instead of a function.
+        label: The field or option with the name, for errors.
+        *others: Other possible values of the field, for errors.
 
     Raises:
         TaskError: If there is no such function, or its file or module cannot be imported.

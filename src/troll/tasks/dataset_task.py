@@ -1,4 +1,4 @@
-"""From the rows of a data set to the prompts of a task."""
+"""Makes the prompts of a task from the rows of a data set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Example:
-    """A row of a data set, as a task reads it.
+    """The fields of a data set's row that a task uses.
 
     Attributes:
         question: The text of the question.
@@ -41,12 +41,12 @@ Read = Callable[[Row], Example]
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """How a question becomes a prompt.
+    """The templates that make a prompt from a question.
 
     Attributes:
         plain: The template of a plain text, with `{question}` and optionally `{instruction}`.
         chat: The template of a message, with the same placeholders.
-        instruction: The sentence that says how to write the answer.
+        instruction: The sentence that asks for the format of the answer.
     """
 
     plain: str
@@ -82,8 +82,8 @@ def dataset_task(
         source: The hub's data set.
         options: The options of the task, without those that the caller has taken.
         columns: The columns to read, by the task's names for them, if the option does not name others.
-        read: Returns a row's example; raises TaskError if the row lacks something.
-        style: How questions become prompts, if the option `prompt` does not say it.
+        read: A function that returns a row's example; raises TaskError if the row lacks something.
+        style: The templates of prompts, unless the option `prompt` is set.
         rewards: The rewards, each with its weight; the first is named `success`. They are made after the options are
             checked.
         skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.

@@ -1,4 +1,4 @@
-"""Open-ended text: continue a sentence in a given style. No answer is the right one, and many are good."""
+"""Open-ended text: continue a sentence in a given style. There is no single right answer."""
 
 import ast
 import functools
@@ -39,7 +39,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     modules. That is half a million characters of English prose on every machine, without a download; it differs a
     little between versions of Python.
 
-    There are two rewards: `success` is 1.0 if all of the style is met, and `style` grades how much of it is (see
+    There are two rewards: `success` is 1.0 if all requirements of the style are met, and `style` is a graded score (see
     `troll.rewards.style.Style`). The options are the fields of `Style`, and `prompt_words`, the number of words of a
     sentence that the model is given.
 

@@ -1,4 +1,4 @@
-"""Tasks by name, with prompts as a trainer takes them, and without the held-out questions of other tasks."""
+"""Loads tasks by name, with prompts in a trainer's form, and drops the held-out questions of other tasks."""
 
 from __future__ import annotations
 

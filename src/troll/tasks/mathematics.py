@@ -76,8 +76,8 @@ def load_mathematics(
         config: The options, the sizes, and local data to take instead of the source.
         source: Its data set on the hub.
         columns: The columns of `prompt` and `answer`.
-        gold: Takes the answer from the text of its column, and raises ValueError if there is none; by default
-            `boxed_or_whole`.
+        gold: A function that extracts the answer from the text of its column, and raises ValueError if there is none;
+            by default `boxed_or_whole`.
         instructions: Sentences about the form of the answer, which are removed from questions.
         skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
         positive_symbols: Whether symbols stand for positive numbers by default, as in physics.

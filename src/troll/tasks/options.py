@@ -1,4 +1,4 @@
-"""The options of a task, taken one by one; options that remain are mistakes."""
+"""Reads the options of a task one by one; options that are left over are errors."""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ def load(config: TaskConfig, data_set: str) -> Task:
     - `answer_format`, a template with `{answer}` and names of the metadata, e.g. `"<{answer}>"` or
       `"{expression} = {answer}"`: only an answer in this format is a success. Two more rewards, of weight 0, then
       measure how many answers are in the format (`formatted`), and how many are right with or without it (`right`).
-    - `attempts`, a text between attempts at the answer, e.g. `" wait "`: the last one counts. Two more rewards speak of
-      what was written: `redundant`, of weight 0.5, is 0, with -1 for each token between the end of the first right
+    - `attempts`, a text between attempts at the answer, e.g. `" wait "`: the last attempt counts. Two rewards are
+      added: `redundant`, of weight 0.5, is a reward of tokens, -1 for each token between the end of the first right
       attempt and the end of a right text; and `length`, of weight 0, is minus the number of tokens. Warm-up answers
       have one to five right attempts, and every eighth begins with a wrong one.
-    - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
+    - `random_reward`: completions get a random reward, 1 with this probability; success then has weight 0.
 
     Training and evaluation never share a question, even in a small space of questions: see `questions`. 256 questions
     are held out for an `eval_size` of None. The data sets have the columns `prompt` and `question_id`.
@@ -201,7 +201,7 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
 
 
 def _rewards(verifier: Any, asked: list[Question]) -> list[RewardFunc]:
-    """For right answers in the format, for any in the format, and for right ones in the format or without it."""
+    """The rewards of right answers in the format, of any answers in the format, and of right answers in any form."""
 
     def in_format(completion: Any, index: int) -> str | None:
         return _unwrapped(_answer(completion), asked[index].answer_format)

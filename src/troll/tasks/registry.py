@@ -1,4 +1,4 @@
-"""What a task is, its configuration, and the names of tasks."""
+"""The type of tasks, their configuration, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TaskError(UsageError):
 @described
 @dataclass
 class TaskConfig:
-    """What to train on; every field is an option of the command line.
+    """The configuration of a task; every field is an option of the command line.
 
     Attributes:
         task: Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a YAML or
@@ -50,7 +50,7 @@ class TaskConfig:
         eval_tasks: Other tasks to evaluate on as well, each a name, or `name=path` for local data, e.g.
             `aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and
             `task_options`.
-        warm_up: How the toy model learns the task before the run, as a dictionary or a JSON object with fields of
+        warm_up: Settings of the toy model's warm-up before the run, as a dictionary or a JSON object with fields of
             `troll.runs.toy_model.WarmUp`, e.g. `{"max_steps": 500}`. Only for the toy model.
         rollout_func: TRL's `rollout_func`, which generates the completions in training and in its evaluations:
             `FILE.py:function` or `module:function`. None lets TRL generate.
@@ -89,7 +89,7 @@ class TaskConfig:
         return dict(self.task_options) if isinstance(self.task_options, dict) else {}
 
     def other_tasks(self) -> list[TaskConfig]:
-        """The configurations of `eval_tasks`, with this task's `eval_size` and nothing else of it."""
+        """The configurations of `eval_tasks`, which have only `eval_size` from this task."""
         return [_to_evaluate(entry, self.eval_size) for entry in self.eval_tasks or []]
 
 
@@ -134,7 +134,7 @@ class Task:
 
     @property
     def short_name(self) -> str:
-        """The name of its metrics: the task's; of a file, the file's name without folder and ending."""
+        """The name in metrics: the task's name; for a file, the file's name without folder and ending."""
         path, colon, argument = self.name.partition(":")
         return re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}{colon}{argument}") if is_file(self.name) else self.name
 
@@ -218,7 +218,7 @@ def is_file(task: str) -> bool:
 def least_train_size(task: str) -> int | None:
     """The `train_size` for a task that is only evaluated, so that no training rows are read or generated for nothing.
 
-    None for a file, which is loaded as for training: the rows that it holds out may depend on that.
+    None for a file, which is loaded as for training, since its held-out rows may depend on the size.
     """
     return None if is_file(task) else 1
 

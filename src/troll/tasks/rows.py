@@ -1,4 +1,4 @@
-"""The rows of a data set, read by a task's names for their fields."""
+"""The rows of a data set, whose fields are read by the task's names for them."""
 
 from __future__ import annotations
 

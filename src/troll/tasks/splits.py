@@ -23,7 +23,7 @@ class Source:
         config: Its configuration, if it has several.
         train: The split to train on; None for a benchmark.
         held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
-        only: A column and its value in the rows that belong to the task; ignored if there is no such column.
+        only: A column and the value that rows of the task have in it; ignored if there is no such column.
         held_out_file: A local file with the rows to evaluate on, if another file has those to train on.
     """
 

@@ -212,8 +212,7 @@ class Update(Hook):
         return outputs if step.entropy is None else outputs | {"entropy": step.entropy}
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
-        """The groups of n tokens of this process that share a multiplier; the nested (B, T) mask has those that
-        count."""
+        """The constraint on this process's n tokens; the nested (B, T) mask is true where a token counts."""
         scope, tokens = self.settings.constraint, self.tokens
         if scope == "token":
             return None

@@ -1,8 +1,8 @@
-"""What a program may call in the judge: functions that the tests pass to it.
+"""Calls of a program into the judge: functions that the tests pass to it.
 
-The judge is trusted and holds the expected values. So a program may call only the tests' own functions, and functions
-of Python that make plain results of plain arguments: with `type`, `setattr` or a mock it could build an object there
-that equals everything.
+The judge is trusted and has the expected values. So a program may call only the tests' own functions, and functions of
+Python that return plain results for plain arguments: with `type`, `setattr` or a mock it could build an object in the
+judge that equals everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = (
 )  # fmt: skip
 _PLAIN_IDS = set(map(id, _PLAIN))  # not everything that tests pass has a hash
 
-#: As `str.lower` and as `seen.append`. `str.format` is not here: "{0.__globals__}" would show what the tests hold.
+#: Such as `str.lower` and `seen.append`. Not `str.format`: "{0.__globals__}" would show the globals of the tests.
 _METHODS: dict[type, set[str]] = {
     str: {"capitalize", "endswith", "isalpha", "isdigit", "islower", "isspace", "isupper", "join", "lower", "split",
           "startswith", "strip", "swapcase", "title", "upper"},

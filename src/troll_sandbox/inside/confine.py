@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: a process sets its own limits and system call filter, and runs a program.
+"""Runs inside the sandbox: sets the limits and the system call filter of its process, and runs a program.
 
 Imports only what loads fast: `ctypes` takes 2.5 ms, a fifth of a whole sandbox, `_ctypes` 0.3 ms.
 """
@@ -159,7 +159,7 @@ def lift(memory: int) -> None:
 def _lend_stacks(memory: int) -> None:
     """Bounds the address space, and raises the bound by the stack of every thread that starts.
 
-    No stack is larger than the memory limit. The memory that stacks touch counts: see `Watch`.
+    No stack is larger than the memory limit. The memory that stacks really use counts: see `Watch`.
     """
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     largest = DEFAULT_STACK
@@ -198,9 +198,9 @@ def main_module() -> dict[str, object]:
 
 
 def run(source: bytes) -> None:
-    """Runs a program as `__main__` and ends this process as the interpreter would.
+    """Runs a program as `__main__` and ends this process with the interpreter's exit status.
 
-    It does not destroy every object as the interpreter does, which takes longer than running a short program.
+    Unlike the interpreter, it does not destroy every object, which takes longer than running a short program.
     """
     status = 1
     try:

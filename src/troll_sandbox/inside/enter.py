@@ -1,4 +1,4 @@
-"""Runs first inside the sandbox: sets up what bubblewrap cannot, and then runs a script as if it had been started.
+"""Runs first inside the sandbox: does the set-up that bubblewrap cannot do, and then runs a script.
 
 Arguments: the name of the script, the size of the work folder in bytes (0: there is one already), a descriptor that
 bubblewrap has left open (-1: none), and the script's own arguments. Bubblewrap leaves this process the capabilities to

@@ -61,7 +61,7 @@ class Tests:
                 return
 
     def _attempt(self, action: Any) -> str | None:
-        """Why it failed, None if it did not. A test that catches the end of its program has failed."""
+        """The reason of a failure, None for a pass. A test that catches the end of its program has failed."""
         try:
             action()
         except Closed:
@@ -119,7 +119,7 @@ class Tests:
         values.check(function(*map(values.integer_keys, arguments)), expected)
 
     def _serve(self, operation: str, *operands: Any) -> Any:
-        """What the program may do with objects that tests pass to it: call, iterate, and test for truth."""
+        """Serves the program's operations on objects that tests pass to it: call, iterate, and test for truth."""
         if operation == "bool":
             return True
         if operation in ("iter", "next") and len(operands) == 1:

@@ -1,7 +1,7 @@
-"""Plain data between two processes, one of which may lie: a strict format, and references for everything else.
+"""Plain data between two processes, one of which is not trusted: a strict format, and references to other objects.
 
-Values are copied, so the receiver gets objects of its own: builtin types, without methods or code of the sender. What
-cannot be copied (instances of the sender's classes, functions, generators) is sent as a number.
+Values are copied: the receiver makes objects of builtin types, without methods or code of the sender. Objects that
+cannot be copied (instances of the sender's classes, functions, generators) are sent as a number.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Objects of the program, as the tests see them in the judge.
+"""The judge's stand-ins for objects of the program.
 
-The expected values are plain data of the tests. These rules keep an object that lies from passing for one:
+The expected values are plain data of the tests. These rules prevent an object from falsely passing as an expected
+value:
 
 - An object never equals plain data, and is never above or below it.
 - The program compares two of its objects. It could return plain data to the same effect, except for an object that
@@ -9,8 +10,8 @@ The expected values are plain data of the tests. These rules keep an object that
 - An operator between an object and plain data shows the program that data, so it could answer "no difference" to any
   expected value. Therefore the tests must have made the object by calling a name that is written like a class, and the
   result is *mixed*: it has attributes and equality, but is no number, text or container.
-- A method may answer yes to every question: the tests chose to ask the program. But it has to be there by its name. The
-  result of a function has no methods if it has an attribute of any name, as with `__getattr__`.
+- A method may always return True: the tests chose to trust it. But the method has to exist under its name. The result
+  of a function has no methods if it has an attribute of any name, as with `__getattr__`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PLAIN = (int, float, complex, str, bytes, list, tuple, set, dict, Counter, Deci
 _PLAIN_NAMES = {name for kind in _PLAIN for name in dir(kind)}
 _PLAIN_NAMES |= {"all", "any", "item", "max", "mean", "min", "norm", "sum", "tolist"}  # of an array
 
-#: Methods of texts, sets, tables and arrays that compare with an expected value and answer yes or no.
+#: Methods of texts, sets, tables and arrays that compare with an expected value and return a bool.
 _QUESTIONS = {name for name in _PLAIN_NAMES if name.startswith("is")} | {"startswith", "endswith"}
 _QUESTIONS |= {"allclose", "equal", "equals", "identical", "isclose"}
 

@@ -85,7 +85,7 @@ def _module(name: str) -> dict[str, Any]:
 
 
 def _failure(action: Callable[[], object]) -> str | None:
-    """Why it failed, in a few words; None if it did not."""
+    """The reason of a failure, in a few words; None for a pass."""
     try:
         action()
     except AssertionError:

@@ -1,7 +1,7 @@
-"""The names that judges provide to starter code such as LeetCode's: `def f(self, nums: List[int])` without an import.
+"""Names that starter code such as LeetCode's uses without an import: `def f(self, nums: List[int])`.
 
-They are added to the program's builtins: its own definitions come first, and its module has no further names. Imports
-no other module of this package, because a server gets it as text; see `fusion.py`.
+They are added to the program's builtins: the program's own definitions take precedence, and its module has no further
+names. This module imports no other module of this package, because a server gets it as text; see `fusion.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _TEXT = 300
 
 
 class Proxy:
-    """Asks the other side for operations, through a `Peer`. Equality and hash are those of this object."""
+    """Requests operations from the other side, through a `Peer`. Equality and hash are those of this object."""
 
     __slots__ = ("_proxy_number", "_proxy_peer")  # unlike any attribute of the other side's object
 
@@ -98,7 +98,7 @@ def merge(mine: Any, theirs: Any, changed: set[int] | None = None) -> Any:
 
 
 def lineage(kind: type[BaseException]) -> object:
-    """Returns what `Peer.twin` makes a twin from: a builtin exception, or (name, class, lineages of its bases)."""
+    """Returns the argument of `Peer.twin`: a builtin exception, or (name, class, lineages of its bases)."""
     if exception_type(kind.__name__) is kind:
         return kind
     bases = tuple(lineage(base) for base in kind.__bases__ if issubclass(base, BaseException))

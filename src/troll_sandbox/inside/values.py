@@ -1,6 +1,6 @@
-"""Arguments and results of functions whose tests came as JSON, which has no tuples, and only texts as keys.
+"""Arguments and results of functions whose tests are JSON, which has no tuples, and only texts as keys.
 
-Imports no other module of this package, because a server gets it as text; see `fusion.py`.
+This module imports no other module of this package, because a server gets it as text; see `fusion.py`.
 """
 
 import re

@@ -48,8 +48,7 @@ class BoxPushing(Arm):
         return np.concatenate([self.data.qpos[:JOINTS], self.data.qvel[:JOINTS], self.tip, *poses])
 
     def reward(self, action: NDArray[np.float64], last: bool) -> float:
-        """The costs of the rod's distance, of torques, and (if sparse, at the end only) of the box's error,
-        negative."""
+        """Minus the costs of the rod's distance, of torques, and (if sparse, at the end only) of the box's error."""
         distance, turn = self._errors()
         rod = np.clip(np.linalg.norm(self.tip - self.data.qpos[JOINTS : JOINTS + 2]), 0.05, 10)
         goal = 3.5 * distance + 2 * turn / np.pi

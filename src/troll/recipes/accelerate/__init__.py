@@ -1,4 +1,4 @@
-"""Configurations of `accelerate launch`, found by name: how the processes of a run share the work.
+"""Configurations of `accelerate launch`, found by name.
 
 `python -m troll.recipes.accelerate NAME` prints the path of one, for `accelerate launch --config_file`.
 """

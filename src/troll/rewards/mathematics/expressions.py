@@ -1,4 +1,4 @@
-"""Whether two answers are the same: read by math-verify's parser, and compared exactly where their numbers are exact.
+"""Compares two answers: parsed by math-verify, and compared exactly where their numbers are exact.
 
 It runs in a separate process (`worker.py`), where time and memory are bounded.
 """
@@ -37,7 +37,7 @@ _BETWEEN_ITEMS = re.compile(rf"{_COMMA.pattern}|{_AND}|{_OR}")
 _COLON = re.compile(":")
 _BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
 
-# Calculations that an answer leaves to do.
+# Operators that an answer leaves unevaluated.
 _UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 
 # math-verify rounds to six decimals, so that 1e-8 equals 0; below this, relative differences count.
@@ -178,9 +178,9 @@ def _conditions(text: str) -> _Item | None:
 
 
 def _restates(gold: _Answer, answer: _Answer) -> bool:
-    r"""Whether an answer leaves a sum, an integral or the like to do, where the gold answer is one or several numbers.
+    r"""Whether an answer has an unevaluated sum, integral or the like, where the gold answer is one or several numbers.
 
-    As `\sum_{n=1}^{100} n` does for 5050, which may be no more than the question again.
+    An example is `\sum_{n=1}^{100} n` for 5050, which may only repeat the question.
     """
     expected, given = ([_unwrapped(item.value) for item in side.items] for side in (gold, answer))
     kinds = [kind for kind in _UNEVALUATED if not any(value.has(kind) for value in expected)]

@@ -12,10 +12,10 @@ from troll.rewards.mathematics.pool import Comparison
 
 
 class MathGrader(Grader):
-    r"""Whether the final answer equals the data set's, by math-verify: `72`, `72.00`, `\$72`, `\frac{144}{2}` are one.
+    r"""Compares the final answer with the data set's, by math-verify: `72`, `72.00`, `\$72`, `\frac{144}{2}` are equal.
 
-    Everything before the last answer in the format asked for is ignored: neither a correct intermediate result nor a
-    list of guesses earns anything. "What counts as equal", on the page about tasks, has the details.
+    Everything before the last answer in the required format is ignored: neither a correct intermediate result nor a
+    list of guesses is rewarded. "What counts as equal", on the page about tasks, has the details.
 
     Args:
         answer_format: How completions mark the final answer: `boxed`, `hash` or `tag`.
@@ -93,7 +93,7 @@ def compute_score(
     positive_symbols: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """The reward in verl's signature, for `custom_reward_function.path` and `.name`; any thread may call it.
+    """The reward with verl's signature, for `custom_reward_function.path` and `.name`; thread-safe.
 
     Args:
         data_source: Unused; part of the signature.

@@ -1,4 +1,4 @@
-r"""One notation for what LaTeX, Unicode and programs write in many: `\tfrac12`, `½` and `{1 \over 2}`."""
+r"""Converts the notations of LaTeX, Unicode and programs to one: `\tfrac12`, `½` and `{1 \over 2}` become the same."""
 
 from __future__ import annotations
 

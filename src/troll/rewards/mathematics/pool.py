@@ -1,4 +1,4 @@
-"""The pool of processes that compare answers, as the process that trains sees it."""
+"""The pool of processes that compare answers; this is the side of the training process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from troll.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
 
-# CPU time decides. Wall time bounds processes that get none: stopped ones, and those of an overloaded machine.
+# The limit is on CPU time. Wall time bounds processes that get none: stopped ones, and those of an overloaded machine.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_FACTOR = 30.0
 # A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
