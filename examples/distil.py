@@ -1,9 +1,9 @@
-"""Distillation from a teacher's largest log-probabilities, as inference servers report them: no full logits travel.
+"""Distillation from a teacher's largest log-probabilities, as inference servers report them, without full logits.
 
 python examples/distil.py
 
-The teacher sends 16 of its 1,000 log-probabilities at every position. What they leave is one more outcome, the tail:
-without it, nothing keeps the student's mass from going where the teacher has none.
+The teacher sends 16 of its 1,000 log-probabilities at every position. All other tokens together are one more outcome,
+the tail: without it, the student could move its mass to tokens where the teacher has none.
 """
 
 import torch

@@ -3,9 +3,9 @@
 python examples/gaussian_policy.py                # two learning rates, five seeds: ten minutes on two cores
 python examples/gaussian_policy.py --seeds 1 --iterations 2
 
-Both methods share network, critic, advantages, optimiser and number of updates. They differ only in `loss`, which has
-the clip, or the ratio of the projected policy and the pull to it; and the projected covariance is written back after
-the updates on a rollout. It needs `pip install "troll-rl[episodic]"`.
+Both methods have the same network, critic, advantages, optimiser and number of updates. They differ in `loss`, which
+has the clip, or the ratio of the projected policy and the pull to it; with the projection, the projected covariance is
+also written back after the updates on a rollout. The example needs `pip install "troll-rl[episodic]"`.
 """
 
 import argparse

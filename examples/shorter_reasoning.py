@@ -2,10 +2,10 @@
 
     python examples/shorter_reasoning.py --model Qwen/Qwen3-0.6B --judge Qwen/Qwen3-0.6B
 
-Rewards of tokens as in DECS (arXiv 2509.25827), on GSM8K. Of a completion that ends with the right answer, the judge is
-asked about each passage whether it states that answer. The passages between the first that does and the last one of the
-completion are redundant, and their tokens are worth `--penalty` less than the others. All settings of `TrollConfig` are
-options as well.
+Rewards of tokens as in DECS (arXiv 2509.25827), on GSM8K. For each passage of a completion that ends with the right
+answer, the judge is asked whether it states that answer. The passages between the first one that does and the last one
+of the completion are redundant, and their tokens are worth `--penalty` less than the others. All settings of
+`TrollConfig` are options as well.
 """
 
 from __future__ import annotations

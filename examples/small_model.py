@@ -3,8 +3,8 @@
     python examples/small_model.py --task mbpp --dataset_path mbpp.jsonl --output_dir runs/small-model
     troll train mbpp-qwen3 --model_name_or_path runs/small-model --dataset_path mbpp.jsonl ...
 
-A random model never writes a right answer. With `--solution FIELD` it first learns the solutions of `--problems`
-training problems by heart, which takes a minute or two: then some completions are right, and rewards differ.
+A random model never writes a right answer. With `--solution FIELD` it first memorises the solutions of `--problems`
+training problems, which takes a minute or two: then some completions are right, and rewards differ.
 """
 
 from __future__ import annotations

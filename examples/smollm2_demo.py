@@ -1,4 +1,4 @@
-"""A model that people use learns sums on a CPU, and its answers before and after: `make demo-smollm2`.
+"""Trains a model that people use on sums, on a CPU, and shows answers before and after: `make demo-smollm2`.
 
     python examples/smollm2.py
     python examples/smollm2_demo.py --output_dir runs/demo-smollm2

@@ -1,8 +1,8 @@
 """TROLL as slime's custom loss.
 
 slime's pass that computes old log-probabilities and its updates run in one process, in the same micro-batches. So a
-hook on the model keeps the old policies of the pass, in order, and the loss takes them out in that order; their tokens
-and slime's own old log-probabilities show that they belong there. README.md has the command line.
+hook on the model keeps the old policies of the pass, in order, and the loss uses them in that order; it verifies the
+match by their tokens and by slime's old log-probabilities. README.md has the command line.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def load(config: TaskConfig, argument: str) -> Task:
     """The task; the argument after the colon in its name is the length of the lists."""
     draw = random.Random(0)
     lists = dict.fromkeys(tuple(draw.sample(range(100), k=int(argument or 5))) for _ in range(10_000))
-        # The content of a list determines whether it is held out, so the split is the same for all sizes.
+    # The content of a list determines whether it is held out, so the split is the same for all sizes.
     held_out = [each for each in lists if zlib.crc32(bytes(each)) % 8 == 0]
     learned = [each for each in lists if zlib.crc32(bytes(each)) % 8 != 0]
     return Task(

@@ -1,4 +1,4 @@
-"""The page that the demo ends with: what each method came to, and its curves."""
+"""The page at the end of the demo: the final success of each method, and its curves."""
 
 from __future__ import annotations
 

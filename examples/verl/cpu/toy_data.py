@@ -1,4 +1,4 @@
-"""Writes what verl trains on: the toy model and its task, as `main_ppo` reads them.
+"""Writes the toy model and the data of its task in the form that verl's `main_ppo` reads.
 
     python toy_data.py FOLDER
 

@@ -1,15 +1,15 @@
-"""What verl lacks to run on a CPU: for trying it and for tests, not for training.
+"""Additions to verl that let it run on a CPU, for trials and tests, not for real training.
 
-`import verl` imports this package, and with it registers everything below, in every process whose environment has
+`import verl` imports this package, which registers everything below, in every process whose environment has
 
     VERL_PLATFORM=cpu
     VERL_USE_EXTERNAL_MODULES=verl_cpu
     PYTHONPATH=examples/verl/cpu        the folder that this package lies in
     OMP_NUM_THREADS=1                   where workers are as many as cores
 
-Ray's workers inherit it. What is registered: the platform `cpu`, with gloo between processes; verl's own FSDP engines
-for that platform (`strategy: fsdp2`); and the rollout `transformers`. `toy.yaml` in the folder above has settings
-that go with it. Where vLLM's build for CPUs is installed too, the rollout `vllm` works (docs/verl.md has its settings).
+Ray's workers inherit this environment. The package registers the platform `cpu`, with gloo between processes; verl's
+own FSDP engines for that platform (`strategy: fsdp2`); and the rollout `transformers`. `toy.yaml` in the folder above
+has matching settings. If vLLM's CPU build is installed too, the rollout `vllm` works (docs/verl.md has its settings).
 
 All but the platform and vLLM's version waits for the module of verl that it changes: of a dozen processes, most need
 neither an engine nor a rollout, and imports are most of what a start takes.
