@@ -128,13 +128,13 @@ class Process(subprocess.Popen[bytes]):
 
 
 class Launcher(ABC):
-    """Starts scripts of `inside/`, each in a sandbox of its own, and can kill all sandboxes at once.
+    """Starts scripts of `inside/`, each in its own sandbox, and can kill all sandboxes at once.
 
     Args:
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder; read-only.
 
     Attributes:
-        isolated: Whether programs are kept from everything of the user's.
+        isolated: Whether programs are isolated from the user.
         interpreter: The Python that runs the scripts.
         packages: The folders of packages, by their paths inside.
 

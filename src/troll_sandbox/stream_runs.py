@@ -39,8 +39,8 @@ def run_stdio(
     never enter the sandbox; an input enters it after the previous test has ended. After a test that exceeds a limit on
     time or threads, the others are "not run".
 
-    All tests share one sandbox, each in a process of its own. A test that leaves files in the work folder, or that is
-    killed together with its sandbox, makes the next test start a new one.
+    All tests share one sandbox, and each runs in its own process. A test that leaves files in the work folder, or that
+    is killed together with its sandbox, makes the next test start a new one.
 
     Args:
         sandbox: Starts the sandboxes.

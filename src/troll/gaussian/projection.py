@@ -14,7 +14,7 @@ from troll.gaussian.policy import Gaussian, Policy, check_pair, spread_of
 
 @dataclass(frozen=True, eq=False)
 class GaussianProjection(Generic[Policy]):
-    """A policy inside its trust region, for states (...). Covariances have batch dimensions of their own, (c).
+    """A policy inside its trust region, for states (...). Covariances have separate batch dimensions, (c).
 
     Distances are those of the projection that was made: KL in nats, or squared Frobenius or Wasserstein distances in
     the units of the actions. τ = 1/(1 + η) is the projected policy's position on the path from the old policy, 0, to

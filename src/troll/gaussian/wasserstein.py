@@ -103,7 +103,7 @@ class _FullOntoBall(torch.autograd.Function):
         # The bound removes the part along the geodesic.
         aligned = tau[:, None, None] * (root - (inner(root, way) / distance)[:, None, None] * way)
         # C = L O also turns with L, by a skew matrix Ω that keeps K = L₀ᵀC symmetric: KΩ + ΩK = Eᵀ − E, E = L₀ᵀ dL O.
-        # Only what is tangential to the ball turns: `way` itself is at its least over all O.
+        # Only the part tangential to the ball turns: `way` itself is minimal over all O.
         skew = (old + way).mT @ (tau[:, None, None] * root)
         skew = 0.5 * (vectors.mT @ (skew - skew.mT) @ vectors) / (values.unsqueeze(-1) + values.unsqueeze(-2))
         turning = old @ (vectors @ skew @ vectors.mT)

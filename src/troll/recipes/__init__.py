@@ -51,7 +51,7 @@ def _takes(kind: type, hint: Any) -> bool:
 _HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items() if name in FIELDS}
 #: Fields whose value is a list, so that several values on the command line are not an axis of a grid.
 LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
-#: Fields that hold a dictionary, whose settings have names of their own: `field.name`.
+#: Fields with a dictionary, whose settings are named `field.name`.
 DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
 
 #: Alternative settings of the number of updates per rollout. The one that is set last counts.
@@ -74,7 +74,7 @@ class Recipe:
     Attributes:
         given: The name or path that the user gave.
         name: The name from `name_of`.
-        settings: The fields that the recipe and the command line set, as `save` writes them.
+        settings: The fields that the recipe and the command line set, in the form that `save` writes.
         task: The data set, its prompts and its rewards.
         training: The trainer's configuration.
         model: The model to train, and whether by LoRA.

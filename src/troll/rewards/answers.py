@@ -1,4 +1,4 @@
-"""The final answer of a completion, in the form that its prompt asked for."""
+"""Reads the final answer of a completion, in the format that its prompt requires."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def marked(answer: str, answer_format: AnswerFormat = "boxed") -> str:
 
 
 def final_answer(text: str, answer_format: AnswerFormat = "boxed") -> str | None:
-    r"""Reads the last answer of a text that is complete in the format asked for, in time linear in the text.
+    r"""Reads the last complete answer in the given format from a text, in time linear in the text.
 
     - `boxed`: the content of `\boxed{...}` with its braces balanced. Of nested boxes the outermost counts.
     - `hash`: the text after `####` on its line, without emphasis (`#### **42**`), or the display that starts there.
@@ -127,7 +127,7 @@ def _unwrapped(answer: str) -> str:
 
 
 class FormatReward:
-    """A reward in TRL's signature: 1.0 for a completion with an answer in the format asked for, else 0.0.
+    """A reward with TRL's signature: 1.0 for a completion with an answer in the required format, else 0.0.
 
     It is added to a task's own rewards: it shapes the form of an answer, and does not judge the answer.
 

@@ -18,7 +18,7 @@ from troll.trl.checkpoints import check_complete, last_checkpoint, newest_comple
 # The settings that a resumed run may change, and all that begin with one of these: its length and its output.
 _MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name"}
 _MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
-_DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # what is held out is not trained on
+_DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on
 
 _CHOOSE = "choose another folder with --output_dir"
 

@@ -1,4 +1,4 @@
-"""What a run publishes: logs by back ends of transformers, its model card, and its model on the Hugging Face hub."""
+"""Publishes logs by back ends of transformers, the model card, and the model on the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def _curves(rows: Rows, summary: Mapping[str, Any]) -> str:
     last = max(1, int(number(summary.get("steps")) or 0), *(row["step"] for row in rows))
     if not _changes(bound):
         bound = [] if fixed is None else [(0, fixed)]
-    # A run without a trust region does not lack what it cannot log.
+    # The charts of a trust region are not missing in a run without one.
     without_region = summary.get("surrogate", "troll") != "troll"
     names = dict.fromkeys(name for row in rows for name in row)
     every = [*CHARTS, *evaluation_charts(names), *diagnostic_charts(names)]

@@ -83,7 +83,7 @@ def train(recipe: Recipe, console: Console) -> bool:
         trainer.add_callback(OtherTasks(trainer, run.others))
 
     result = RunResult(run)
-    # TRL would write its own card, which knows nothing of the run, with every checkpoint and before every push.
+    # TRL would write its own card, without the task and results, with every checkpoint and before every push.
     trainer.create_model_card = result.write_card  # type: ignore[method-assign]
     status = "failed"
     try:

@@ -32,7 +32,7 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as the command line does
         for name in _IMPORTS:
-            with contextlib.suppress(ImportError):  # a run that needs the module will say so
+            with contextlib.suppress(ImportError):  # a run that needs the module reports that it is missing
                 importlib.import_module(name)
     # From 3.12 on, Python warns of any thread at a fork.
     warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
@@ -44,7 +44,7 @@ def _train(arguments: Sequence[str]) -> int:
     from troll.terminal import run_command
 
     def command() -> int:
-        from troll.runs.train import train_command  # what it imports may be missing, and then this run says so
+        from troll.runs.train import train_command  # a package may be missing, and then the run reports it
 
         return train_command(arguments[0], arguments[1:])
 

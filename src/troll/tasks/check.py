@@ -163,7 +163,7 @@ def restated_program(program: str) -> str:
 
 
 def spoiled_program(program: str) -> str:
-    """Returns a program whose functions return None and which prints nothing; raises as `restated_program` does."""
+    """Returns the program with functions that return None and no printing; SyntaxError if it is not Python."""
     return ast.unparse(ast.fix_missing_locations(_Spoil().visit(ast.parse(program))))
 
 

@@ -56,7 +56,7 @@ def load_code(
     ("gvisor", or the address of a server, to test the programs instead), `overlong` of `take_shaping`, those of
     `dataset_task`, and two about running the tests:
 
-    - `compare`: how printed text is compared if the tests do not say, "tokens" or "numbers"; see
+    - `compare`: how printed text is compared unless the tests specify it, "tokens" or "numbers"; see
       `troll_sandbox.output.same_output`.
     - `plain_tests`: which tests that are code run in the program's process, where a program can fake its verdict: those
       that specify it ("stated"); also those without a specification that need it, as far as

@@ -129,12 +129,12 @@ def dataset_task(
 def take_shaping(options: Options, answer_format: AnswerFormat | None) -> list[tuple[Reward, float]]:
     """Takes the options that shape the form of a completion.
 
-    `format_reward` is the weight of a reward of 1 for an answer in the format asked for. `overlong` is DAPO's soft
+    `format_reward` is the weight of a reward of 1 for an answer in the required format. `overlong` is DAPO's soft
     punishment of long completions, in tokens: 0 up to `length - cache`, falling to -1 at `length`.
 
     Args:
         options: The options of the task.
-        answer_format: The format asked for; None for a task without one, which has no `format_reward`.
+        answer_format: The required format; None for a task without one, which has no `format_reward`.
 
     Returns:
         The rewards, each with its weight.

@@ -57,7 +57,7 @@ class Question:
 
     @property
     def formatted_answer(self) -> str:
-        """The answer in the format that it must have to be a success; raises as `answer` does."""
+        """The answer in the format of a success; raises the errors of `answer`."""
         return self.answer_format.replace(PLAIN, self.answer)
 
 
@@ -102,7 +102,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     if (separator := config.options.get("attempts")) is not None:
         rewards = attempt_rewards(separator, lambda text, index: is_correct(verifier, text, asked[index]))
         weights = [1.0, 0.5, 0.0]
-    elif asked[0].answer_format == PLAIN:  # the other two say nothing then
+    elif asked[0].answer_format == PLAIN:  # the other two rewards have no use then
         rewards, weights = rewards[:1], weights[:1]
     if (probability := config.options.get("random_reward")) is not None:
         rewards.append(_random_reward(probability))

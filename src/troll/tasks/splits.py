@@ -153,5 +153,5 @@ def _read(path: Path, split: str, field: str = "dataset_path") -> Rows:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line: the readers of `datasets` raise many classes with long messages; the cause says more."""
+    """An error in one line: the readers of `datasets` raise many classes with long messages; the cause is clearer."""
     return (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]

@@ -94,7 +94,7 @@ class TrollCallback(TrainerCallback):
         statistics = self._monitor.end_update()
         if statistics is not None:
             self._used_bound = self.kl_bound.value
-            if not self._rests:  # a policy that does not move says nothing about ε
+            if not self._rests:  # without a change of the policy there is no information about ε
                 self.kl_bound.update(state.global_step, statistics)
         self.kl_bound.set_age(self._age())
         self._log(state, control)
@@ -105,7 +105,7 @@ class TrollCallback(TrainerCallback):
 
     def _log(self, state: TrainerState, control: TrainerControl) -> None:
         """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to the metrics that TRL logs."""
-        if not (control.should_log or control.should_training_stop):  # the last line has what is left
+        if not (control.should_log or control.should_training_stop):  # the last line of the log has the rest
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
         if metrics and self._trainer.surrogate.projects:

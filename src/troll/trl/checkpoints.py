@@ -214,7 +214,7 @@ def _complete(checkpoint: Path) -> None:
 
 
 def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None:
-    """Keeps as many checkpoints as `save_total_limit` says, the one just written among them."""
+    """Deletes the oldest checkpoints beyond `save_total_limit`; the one just written counts."""
     if limit is None or limit <= 0:
         return
     for other in _checkpoints(checkpoint.parent):

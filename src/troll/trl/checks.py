@@ -22,7 +22,7 @@ from troll.trl.seam import engine_vocabulary, prompt_ids
 MAX_UNRESOLVED = 0.1
 
 #: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
-#: attention kernel, or a draw that skips a whole layer), in place of a layer of torch's.
+#: attention kernel, or a draw that skips a whole layer), instead of a layer of torch.
 FUNCTIONAL_RATES = frozenset(
     {
         "activation_dropout",
@@ -82,8 +82,8 @@ def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
 
     Args:
         trainer: A `GRPOTrainer`, set up.
-        row: The first row of a batch; None for the trainer's data sets, as far as they know their columns before they
-            are read.
+        row: The first row of a batch; None for the trainer's data sets, if their columns are known before they are
+            read.
     """
     if all(isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs):  # which get no columns
         return
@@ -108,8 +108,8 @@ def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
     and only with such a one, text prompts are tokenized here.
 
     Args:
-        trainer: A `TrollTrainer`, which knows its missing tokens.
-        prompts: Those of a rollout; None for those of the data sets that have a length.
+        trainer: A `TrollTrainer`, which has a table of its missing tokens.
+        prompts: The prompts of a rollout; None for the prompts of the data sets that have a length.
     """
     missing: dict[int, str] = trainer.missing_tokens
     if not missing:
@@ -137,7 +137,7 @@ def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
     Args:
         name: The model in words, for the error.
         other: A model; None is not checked.
-        trainer: A `TrollTrainer`, which knows its missing tokens.
+        trainer: A `TrollTrainer`, which has a table of its missing tokens.
     """
     if other is None:
         return

@@ -49,7 +49,7 @@ class EvalMetrics:
             return
         given = [None if math.isnan(each) else each for each in rewards[:, self._place].tolist()]
         found: list[tuple[float | None, str | None]] = [(reward, None) for reward in given]
-        if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
+        if self._grader is not None:  # its verdicts have more than the reward: partial credit, and the answers
             found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
         self.successes += given
         for reward, (score, answer) in zip(given, found, strict=True):

@@ -44,7 +44,7 @@ class Monitor:
     def start(self) -> None:
         """Begins a training, without the sums of an interrupted update."""
         self.tally = Tally()
-        # The sums that the host has to know: of the update under way, on the device; and of the last one, on the host.
+        # The sums that the host needs: of the current update, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
@@ -68,7 +68,7 @@ class Monitor:
     def check(self, global_step: int) -> None:
         """Checks the tokens and losses of an update, made after `global_step` others, before its last backward pass.
 
-        All sums that the host has to know come with one collective and one wait for the device.
+        All sums that the host needs are fetched with one collective and one wait for the device.
 
         Raises:
             FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
@@ -99,7 +99,7 @@ class Monitor:
         tally = over_processes(self.tally, self._accelerator)
         self.tally = Tally()
         metrics = {name: value.item() for name, value in tally.values(empty=0.0).items()}
-        # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
+        # One multiplier for many tokens projects them all, and a controller keeps the projected share at a target.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
             projected, tokens = tally.totals["projected_fraction"].tolist()
             self._watch_projections(projected, tokens, global_step)

@@ -42,7 +42,7 @@ class OldPolicy:
         trainer, training = self._trainer, self._trainer.model.training
         reads = self._args.reads_policies or trainer.diagnostics.due(rollout=True)
         self._captured, self._reads = None, training and reads and not self._args.always_on_policy
-        # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
+        # TRL's first scoring pass is the policy's; the reference's, with PEFT of the same model, follows.
         self._scores_expected = training and self._args.scores_rollouts and (self._reads or self._anchor is not None)
         if self._anchor is not None:
             self._anchor.reports.clear()

@@ -1,6 +1,6 @@
 """Settings of a part of the trainer that a configuration holds as a dictionary: `surrogate_kwargs`, `critic_kwargs`.
 
-Each part has a frozen dataclass, whose fields say what they take: `bool`, a `Literal` of words, or a `number`.
+Each part has a frozen dataclass, whose fields have the type `bool`, a `Literal` of words, or a `number`.
 """
 
 from __future__ import annotations

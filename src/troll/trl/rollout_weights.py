@@ -61,7 +61,7 @@ class RolloutWeights:
         seam.add_metrics(self._trainer, {"sampling/rollouts_behind": self.rollouts_behind(anew=False)})
 
     def rollouts_behind(self, *, anew: bool) -> int:
-        """The age of the rollout that is trained on, in rollouts; with `anew`, that of the next one."""
+        """The age of the current rollout, in rollouts; with `anew`, that of the next one."""
         return min(len(self._weights) - (not anew), self._delay)
 
     @contextmanager

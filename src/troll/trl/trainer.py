@@ -44,7 +44,7 @@ from troll.trust_region.token_bounds import by_advantage, entropy_scaled
 
 
 class TrollTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` with TROLL (arXiv 2510.03817) in place of the clip.
+    """`trl.GRPOTrainer` with TROLL (arXiv 2510.03817) instead of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
     off; and `regression_weight · KL(p̃ ‖ ⌊q⌋)`, where ⌊q⌋ is the projection without gradient, is added with the policy
@@ -149,7 +149,7 @@ class TrollTrainer(GRPOTrainer):
     # The rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        checks.refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
+        checks.refuse_columns(self, inputs[0])  # a stream's columns and prompts are known only now
         checks.refuse_token_ids(self, [example["prompt"] for example in inputs])
         training = self.model.training
         self.old_policy.start()
@@ -250,9 +250,9 @@ class TrollTrainer(GRPOTrainer):
         if terms.penalised_kl is not None:
             self.kl_controller.observe(terms.penalised_kl, mask[at])
 
-        # The parent's ratio is exp(raw − old), so old log-probabilities of raw − log_ratio make it the surrogate's. Its
-        # off-policy mask prefers the sampler's log-probabilities: the true old ones go there. All else (KL to the
-        # reference, metrics) is of the raw ones.
+        # The parent computes its ratio as exp(raw − old): with raw − log_ratio as the old log-probabilities it is the
+        # surrogate's ratio. The parent's off-policy mask prefers the sampler's log-probabilities, so it gets the true
+        # old ones in their place. Everything else (KL to the reference, metrics) is computed from the raw ones.
         changed, shifted = {"sampling_per_token_logps": old_log_probs, **inputs}, None
         if old is not None and new is not None and old.truncated and "ref_per_token_logps" in inputs:
             # The KL to the reference is still that of the whole policies: the same log p̃(S) is subtracted from both

@@ -85,7 +85,7 @@ class UngradedFilter:
 
         Args:
             rolled_out: This process's rollout.
-            of_rows: `Conversations.of_rows`, which says which rows are of these samples.
+            of_rows: `Conversations.of_rows`, which maps values of samples to rows.
 
         Raises:
             NothingJudgedError: If a grader could judge nothing in this rollout and the two before.

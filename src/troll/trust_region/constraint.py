@@ -1,7 +1,7 @@
 """Groups of tokens that share one multiplier: a sequence, or a batch that may span processes.
 
 The tokens of a group share one τ, and one bound on the weighted sum of their divergences: docs/method.md derives the
-projection and its gradient. Without a constraint every token has a multiplier of its own.
+projection and its gradient. Without a constraint every token has its own multiplier.
 """
 
 from __future__ import annotations

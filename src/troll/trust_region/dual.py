@@ -142,8 +142,8 @@ class TokenCurve:
 
 def tolerance(dtype: torch.dtype) -> float:
     """The largest |log KL(τ) − log ε| at which a solver stops."""
-    # Both sit well above the rounding error of `tilt` and well inside what the caller promises:
-    # 1e-3 · ε in float32, 1e-9 in float64.
+    # Both are well above the rounding error of `tilt`, and well below the error that the caller allows: 1e-3 · ε in
+    # float32, 1e-9 in float64.
     return 2e-5 if dtype == torch.float32 else 1e-11
 
 

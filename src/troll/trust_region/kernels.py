@@ -1,6 +1,6 @@
 """Chooses between Triton kernels, in files whose names end in `_triton`, and the torch code next to each.
 
-Kernels have no annotations: Triton's compiler evaluates those of parameters, and knows only its own.
+Kernels have no type annotations, since Triton's compiler evaluates the annotations of parameters.
 """
 
 from __future__ import annotations

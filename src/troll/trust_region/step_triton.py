@@ -125,15 +125,15 @@ def _step_kernel(
     logits,  # (N, k)
     tail_logit,  # (N,)
     tail_entropy,  # (N,) or None
-    ids,  # (N, k), and the one after it
+    ids,  # (N, k), like the next parameter
     old_log_probs,
-    old_tail,  # (N,), and the one after it
+    old_tail,  # (N,), like the next parameter
     slot,
     floor_of,  # the size of the vocabulary, or None for a tail with its own mass
     k,
     bound,  # (N,)
     bound_stride,
-    log_ratio,  # (N,), and all below; from `entropy` on, None where not wanted
+    log_ratio,  # (N,), like all below; from `entropy` on, None where not wanted
     regression,
     log_prob,
     kl_before,
@@ -161,7 +161,7 @@ def _step_kernel(
     kl = tl.sum(divergence_terms(p, p_new, s))
     kl = tl.where(kl < 0, 0.0, kl)  # keeps NaN
     outside = kl > limit
-    # Added to everything, and NaN where there is nothing to say.
+    # Added to every result: NaN where the distributions or the bound are invalid.
     unless_broken = tl.where((kl == kl) & (limit > 0), 0.0, float("nan"))
     outside &= unless_broken == 0.0
 
@@ -205,10 +205,10 @@ def _step_gradient_kernel(
     slot,
     floor_of,
     k,
-    projected,  # (N,), and the two after it
+    projected,  # (N,), like the next two parameters
     tau,
     center,
-    log_ratio_grad,  # (N,), or None where nothing arrives, and the three after it
+    log_ratio_grad,  # (N,), or None where nothing arrives, like the next three parameters
     regression_grad,
     log_prob_grad,
     entropy_grad,

@@ -17,7 +17,7 @@ from wrapt import when_imported
 def _report(module: Any) -> None:
     registry = getattr(module, "RolloutReplicaRegistry", None)
     own = getattr(registry, "_registry", {}).get("vllm")
-    if registry is None or own is None:  # another verl, as the configuration says where TROLL is asked for
+    if registry is None or own is None:  # another verl, which the configuration reports if TROLL is asked for
         return
 
     def load() -> Any:

@@ -119,7 +119,7 @@ def is_object(value: object) -> bool:
 
 
 def mark_class(value: object) -> None:
-    """Marks what the tests call by a name that is written like a class."""
+    """Marks an object of the program that the tests call by a name written like a class's."""
     if is_object(value):
         _mark(value, _CLASS)
 

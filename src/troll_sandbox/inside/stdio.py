@@ -1,7 +1,7 @@
-"""Runs inside the sandbox: runs a program once per test, each in a process of its own with standard input.
+"""Runs inside the sandbox: runs a program once per test, in a new process with the test's standard input.
 
-This process runs no code of the program's and does not even compile it, so its reports can be trusted: how the test's
-process ended, its CPU time, and the files that were its standard output and error.
+This process neither runs nor compiles the program's code, so its reports can be trusted: how the test's process
+ended, its CPU time, and the files that were its standard output and error.
 
 The first byte out says that the sandbox has started. Messages in are a length of 8 bytes (little-endian) and as many
 bytes: first the program, then the input of each test, sent after the report on the previous one. `report` describes a

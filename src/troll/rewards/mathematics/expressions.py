@@ -193,11 +193,11 @@ def _unwrapped(value: Any) -> Any:
 
 
 class _Comparison:
-    """How the values of two answers are compared.
+    """Compares the values of two answers.
 
     Args:
-        gold: One of the two, for the names of its symbols.
-        answer: The other one.
+        gold: The gold answer, of which the names of symbols are used.
+        answer: The answer that is compared with it, used likewise.
         positive: Whether symbols stand for positive numbers.
     """
 
@@ -324,7 +324,7 @@ class _Comparison:
         return True if is_compared else None
 
     def _evaluable(self, side: sympy.Expr) -> sympy.Expr:
-        """The expression with symbols in place of derivatives and of functions without a definition."""
+        """The expression with symbols instead of derivatives and of undefined functions."""
         for part in sorted(side.atoms(AppliedUndef, sympy.Derivative), key=lambda part: -len(str(part))):
             side = side.xreplace({part: sympy.Symbol(str(part.func(*(argument.doit() for argument in part.args))))})
         side = side.xreplace({number: sympy.Rational(str(number)) for number in side.atoms(sympy.Float)})

@@ -91,8 +91,8 @@ _NOT_AFTER_SYMBOL = re.compile(r"\\(?:log|lim|sum|prod|int|max|min|sup|inf) *$")
 def canonical(text: str) -> str:
     r"""Writes a mathematical text in one notation, e.g. `\sfrac12`, `½` and `{1 \over 2}` as `\frac{1}{2}`.
 
-    Commands that only change the look are dropped. The content of `\text{}` stays as it is. Where braces do not match,
-    arguments and groups stay as they are.
+    Commands that only change the look are dropped. The content of `\text{}` is not changed. If braces do not match,
+    arguments and groups are not changed.
     """
     text = re.sub(r"(?<=[\w)\]}])[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     text = re.sub(r"[₀-₉]+", lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)
@@ -172,7 +172,7 @@ def partners_of(text: str) -> dict[int, int] | None:
 
 
 def _without_groups(text: str, partners: dict[int, int]) -> str:
-    """The text with spaces or parentheses in place of the braces of groups, which the parser takes for sets."""
+    """The text with spaces or parentheses instead of the braces of groups, which the parser would take for sets."""
     start, end = 0, len(text) - 1
     characters = list(text)
     while start < end and text[start] == "{" and partners[start] == end:

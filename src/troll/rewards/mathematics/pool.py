@@ -44,7 +44,7 @@ class Comparison(Enum):
 
     @property
     def score(self) -> float | None:
-        """1.0 for equal answers, else 0.0; None where the machine failed, which says nothing about the answer."""
+        """1.0 for equal answers, else 0.0; None if the machine failed, which is no verdict."""
         failed = (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
         return None if self in failed else float(self is Comparison.EQUAL)
 
@@ -119,7 +119,7 @@ class _Pool:
                 if comparison is None:
                     continue
                 index = asked.pop(process)
-                if comparison is Comparison.NOT_STARTED and (asked or idle):  # the others go on without it
+                if comparison is Comparison.NOT_STARTED and (asked or idle):  # the others continue without it
                     unasked.append(index)
                 else:
                     comparisons[index] = comparison

@@ -194,7 +194,7 @@ def _with_plain_words(text: str) -> str:
 
 
 def _is_ambiguous(gold: str, answer: str) -> bool:
-    r"""Whether an answer says more than the one value that would be read from it.
+    r"""Whether an answer has more than the one value that would be read from it.
 
     - a box within the answer, a phantom, or braces that do not match: only a part would be read;
     - `18 \approx 20`: the parser reads the left side. Allowed where the gold answer is approximate itself;

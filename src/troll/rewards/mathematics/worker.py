@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 QUESTION = struct.Struct("<Qd?II")  # number, CPU seconds, positive symbols, bytes of the gold answer and of the answer
 VERDICT = struct.Struct("<QB")
 DIFFERENT, EQUAL, TIME_LIMIT, FAILED = range(4)
-READY = 0  # the number of the verdict that says that math-verify is imported
+READY = 0  # the number of the verdict that reports that math-verify is imported
 CANNOT_IMPORT = 4  # exit status
 
 MEMORY_BYTES = 1 << 30

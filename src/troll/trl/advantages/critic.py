@@ -1,4 +1,4 @@
-"""The critic of PPO: a value head on a backbone of the policy's family, with an optimiser of its own."""
+"""The critic of PPO: a value head on a backbone of the policy's family, with its own optimiser."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Critic:
         # Positions are the model's own, as for the policy: both see the same padding.
         with self.accelerator.autocast():
             output = self.model(input_ids=input_ids, attention_mask=attention_mask)
-        # Before the token, not at it: a value that knows the action is no baseline.
+        # Before the token, not at it: a value that depends on the action is no baseline.
         return output.logits[:, -completion_length - 1 : -1, 0].float()
 
     # Training

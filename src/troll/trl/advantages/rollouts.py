@@ -23,8 +23,8 @@ class Advantages:
     """Computes the advantages of `TrollConfig.advantage_estimator`; every method runs on every process.
 
     It changes one entry of a rollout, `advantages`. With "gae" and the estimators of tokens this entry is (B, T), which
-    TRL's loss accepts. The critic of "gae" is trained together with the policy, in the same updates, by an optimiser of
-    its own.
+    TRL's loss accepts. The critic of "gae" is trained together with the policy, in the same updates, by its own
+    optimiser.
 
     Args:
         trainer: The `TrollTrainer`, with its model loaded.

@@ -30,7 +30,7 @@ class Scores(NamedTuple):
 
     Attributes:
         log_probs: Raw log-probabilities of the completions' tokens, (B, T); 0 where a token was not scored.
-        entropies: Of each token's distribution in nats, (B, T); None if they were not asked for.
+        entropies: The entropy of each token's distribution in nats, (B, T); None if it was not requested.
         aux_loss: The router's load-balancing loss of a mixture of experts, a scalar; None for other models.
     """
 
@@ -92,11 +92,11 @@ def restricted(accelerator: Accelerator, rolled_out: dict[str, Any], kept: Tenso
 
 
 def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
-    """Wraps a function so that TRL's scoring can call it in place of a model.
+    """Wraps a function so that TRL's scoring can call it instead of a model.
 
     Args:
-        read: Takes `labels` (B, L) and the arguments of the model's forward; returns the scores of the labels, of which
-            TRL takes the last T of each row.
+        read: A function of `labels` (B, L) and the arguments of the model's forward that returns the scores of the
+            labels, of which TRL uses the last T of each row.
     """
 
     def forward(*, fused_lm_head: bool, **inputs: Any) -> utils.FusedCausalLMOutput:

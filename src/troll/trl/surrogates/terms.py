@@ -86,7 +86,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """The settings of a surrogate that has none of its own."""
+    """The settings of a surrogate without settings."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Surrogate:
 
     Attributes:
         terms: The surrogate itself, a function of the tokens, the configuration, and the surrogate's own settings; None
-            leaves TRL's loss as it is.
+            keeps TRL's loss.
         own: The class of the surrogate's own settings, which users set by `surrogate_kwargs`.
         fields: The fields of `TrollConfig` that this surrogate reads and some others do not.
         sets: Fields of TRL's `GRPOConfig`, and the values that they must have with this surrogate.

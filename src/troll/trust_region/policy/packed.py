@@ -126,7 +126,7 @@ class PackedPolicy:
         positions = torch.arange(self.counts.numel(), device=self.counts.device).view(self.shape)[index]
         counts = self.counts.flatten()[positions]
         starts, ends, length = self.offsets[positions].flatten(), counts.flatten().cumsum(0), int(counts.sum())
-        # How far each slot moves; the length is given so that the device need not be asked again.
+        # The distance by which each slot moves; the length is given to avoid another host sync.
         shift = (starts - ends + counts.flatten()).repeat_interleave(counts.flatten(), output_size=length)
         slots = torch.arange(length, device=shift.device) + shift
         return dataclasses.replace(

@@ -21,7 +21,7 @@ _CHECKSUM_AT = 8
 
 
 class CorruptPolicy(ValueError):
-    """Raised when a record is not as `to_records` wrote it."""
+    """Raised when a record differs from what `to_records` wrote."""
 
 
 def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:

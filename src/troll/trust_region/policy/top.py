@@ -19,7 +19,7 @@ BLOCK = 64
 
 #: The largest sum of probabilities that rounding in an engine can explain; numbers with a larger sum are an error.
 LARGEST_TOTAL = 1.01
-#: The smallest sum of a sampler's whole kept set.
+#: The smallest sum of probabilities of a complete kept set; a smaller sum is an error.
 SMALLEST_TOTAL = 0.99
 
 
@@ -36,13 +36,13 @@ class Top(NamedTuple):
     sampled_logit: Tensor
     """(N,), the sampled token's logit; may be −inf where the token is one of the K."""
     log_rest: Tensor
-    """Log-sum-exp of all but the K and the sampled one, (N,); −inf where there is no other."""
+    """Log-sum-exp of all entries except the K and the sampled one, (N,); −inf where there are no others."""
 
 
 def top_ids(z: Tensor, k: int) -> Tensor:
     """Ids of the k largest entries, (..., V) to (..., k): larger value first, then smaller id.
 
-    The same as a stable descending sort; `topk` does not say which of equal values it takes.
+    The same as a stable descending sort; torch's `topk` does not define which of equal values it returns.
     """
     blocks = z.shape[-1] // BLOCK
     if blocks > 2 * k:
@@ -75,7 +75,7 @@ def largest(
     Args:
         ids: (N, M), in ascending order; −1 in unused entries, which come last.
         logits: (N, M); −inf in unused entries.
-        tail_logits: (N, M), what the entries add to the rest if they are not among the k.
+        tail_logits: (N, M), the logits with which the entries are added to the rest if they are not among the k.
         sampled: The sampled tokens, (N,), among the entries or not.
         sampled_logit: (N,), the sampled tokens' logits; where they are among the entries, the same or −inf.
         log_rest: (N, m), the log-sum-exp of m parts of everything except for the entries and the sampled token.
@@ -162,7 +162,7 @@ def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) ->
 
     ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
     logits = torch.where(takes_last, sampled_logit, logits.masked_fill(~used, -torch.inf))
-    # Normalised as a step normalises what it reads, so that equal policies are equal to the last digit.
+    # Normalised with the operations of a step, so that equal policies are equal to the last digit.
     outcomes = torch.log_softmax(torch.cat([logits, tail], -1), -1)
     log_probs = outcomes[..., :-1].masked_fill(ids < 0, -torch.inf)
     return ids, log_probs, outcomes[..., -1], (ids == sampled).to(torch.uint8).argmax(-1)
@@ -215,7 +215,7 @@ def capture_top(
     ids = torch.cat([ids, sampled.masked_fill(known, -1)], -1)
     used = ids >= 0
     z = torch.cat([z, sampled_z], -1).masked_fill(~used, -torch.inf)
-    # In float64, since a sum close to 1 in float32 knows the rest to 1e-7 only.
+    # In float64, since with a sum close to 1 in float32 the rest would have an error of 1e-7.
     covered = torch.logsumexp(z.double(), -1, keepdim=True)
     if bool((covered.exp() > LARGEST_TOTAL).any()):
         total = covered.exp().max().item()

@@ -19,7 +19,7 @@ COMPARED = 4
 def slots(
     top: tuple[Tensor, ...], sampled: Tensor, vocab_size: int, mass_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `top._slots`, from the fields of a `top.Top` in float32."""
+    """The result of `top._slots`, from the fields of a `top.Top` in float32."""
     (tokens, k), z = top[0].shape, top[1]
     ids, log_probs = top[0].new_empty((tokens, k)), z.new_empty((tokens, k))
     order = torch.empty_like(ids, dtype=torch.int32)
@@ -52,7 +52,7 @@ def _slots_kernel(
     logits_stride,
     tail_logits,
     tail_logits_stride,
-    sampled_logit,  # (N,), and the two after it
+    sampled_logit,  # (N,), like the next two parameters
     sampled_logit_stride,
     log_rest,
     log_rest_stride,
@@ -61,9 +61,9 @@ def _slots_kernel(
     k,
     mass_threshold,
     order,  # (N, k): the entries' positions, larger ones first
-    kept_ids,  # (N, k), and the one after it
+    kept_ids,  # (N, k), like the next parameter
     kept_log_probs,
-    tail_log_prob,  # (N,), and the one after it
+    tail_log_prob,  # (N,), like the next parameter
     sampled_slot,
     KEEPS_ALL: tl.constexpr,
     COMPARED: tl.constexpr,
@@ -124,7 +124,7 @@ def _slots_kernel(
 
     token = tl.where(takes_last, wanted, tl.where(used, token, -1))
     z = tl.where(takes_last, wanted_z, tl.where(used, z, float("-inf")))
-    # Normalised as a step normalises what it reads, so that equal policies are equal to the last digit.
+    # Normalised with the operations of a step, so that equal policies are equal to the last digit.
     total = nan_unless_finite(log_sum_exp(tl.where(lane == k, tail, z)))
     tl.store(kept_ids + first + lane, token, mask=inside)
     tl.store(kept_log_probs + first + lane, tl.where(token >= 0, z - total, float("-inf")), mask=inside)

@@ -85,10 +85,10 @@ def capture_kept(
     as many slots as the largest kept set needs. This function waits for the device.
 
     Args:
-        capture_largest: Captures as many tokens as it is told to, with `mass_threshold=0`, at some of the flattened
-            token positions, (n,), or with None at all of them, (...).
+        capture_largest: A function that captures a given number of tokens, with `mass_threshold=0`, at some of the
+            flattened token positions, (n,), or with None at all of them, (...).
         top_k: The slots of the first attempt. Positions whose kept set needs more get four times as many in the next.
-        truncation: What the sampler keeps.
+        truncation: The sampler's truncation.
 
     Returns:
         The policy, at token positions (...); and where the sampled token was added, (...) bool.
@@ -147,5 +147,5 @@ def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSuppor
 
 
 def _full(policy: SparsePolicy, truncation: Truncation) -> Tensor:
-    """(...) bool, true where a policy's slots may not hold all that a sampler keeps: fewer than two are left over."""
+    """(...) bool, true where a policy's slots may not have the whole kept set: fewer than two slots are left over."""
     return (truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1) & (policy.tail_log_prob > -torch.inf)

@@ -27,7 +27,8 @@ TABLE = {
 #: The numbers of each warp among which `_select_kernel` selects: more would not stay in registers.
 SELECTED_A_WARP = 256
 
-#: The fewest rows to tune on: with fewer, multiprocessors idle at any size, and times say nothing about larger batches.
+#: The smallest number of rows to tune on: with fewer, multiprocessors are idle, and times do not carry over to more
+#: rows.
 MIN_TUNED_ROWS = 512
 
 

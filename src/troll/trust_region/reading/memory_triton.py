@@ -48,7 +48,8 @@ class Memory(NamedTuple):
     def alignment(self) -> int:
         """The largest divisor of `WIDEST` that divides all `offsets`, which are sums of multiples of the strides.
 
-        Without it the compiler would load element by element. It knows the divisors of strides, but not of offsets.
+        Without it the compiler would load element by element, since it knows the divisors of strides but not of
+        offsets.
         """
         shape, strides = self.values.shape[:-1], self.values.stride()[:-1]
         return math.gcd(WIDEST, *(stride for size, stride in zip(shape, strides, strict=True) if size > 1))

@@ -31,7 +31,7 @@ _NO_BLOCK = tl.constexpr(2**24)
 
 
 def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int) -> Support:
-    """As `Tile.select`, of the tile in this memory, in two launches; NaN is selected last.
+    """Computes `Tile.select` for the tile in this memory with two kernel launches; NaN is selected last.
 
     Raises:
         ValueError: If the tile is wider than `LARGEST_WIDTH`.
@@ -117,7 +117,7 @@ def _select_kernel(
     chosen,  # (n, k): the numbers of the blocks, ascending
     selected,  # (n, k): of the candidates in these
     sampled,  # (n,)
-    ids,  # (n, k + 1), and the one after it
+    ids,  # (n, k + 1), like the next parameter
     ascending,
     k,
     SOFTCAP: tl.constexpr,

@@ -103,7 +103,7 @@ class LogitsSource(ABC):
 
 
 def slices(length: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of this size, the last one what is left; at least one, which may be empty."""
+    """Consecutive slices of this size; the last may be smaller. There is at least one, which may be empty."""
     return (slice(start, min(start + size, length)) for start in range(0, max(length, 1), size))
 
 

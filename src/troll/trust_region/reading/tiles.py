@@ -272,7 +272,7 @@ class Tile:
         return grad.masked_fill_(upstream.log_outside.isnan().unsqueeze(-1), 0)
 
     def write_gradient(self, support: Support, upstream: Upstream, out: TensorRows) -> None:
-        """As `gradient`, written to the same rows of a tensor in its dtype."""
+        """Computes `gradient` and writes it to the same rows of a tensor, in the tensor's dtype."""
         rows = out.values.view(-1, out.values.shape[-1])
         gradient = self.gradient(support, upstream)
         rows[self.rows if out.row_index is None else out.row_index[self.rows]] = gradient.to(rows.dtype)

@@ -215,11 +215,11 @@ def _read_kernel(
     scale,
     cap,
     first,
-    ids,  # (n, slots), and the one after it
+    ids,  # (n, slots), like the next parameter
     ascending,
     slots,
     logits,  # (n, slots)
-    maximum,  # (n,), and the two after it
+    maximum,  # (n,), like the next two parameters
     exp_sum,
     weighted_sum,
     SOFTCAP: tl.constexpr,
@@ -300,7 +300,7 @@ def _gradient_kernel(
     log_outside,  # (n,)
     outside,  # (n,)
     on_support,  # (n, slots)
-    tail_entropy,  # (n,), and the one after it
+    tail_entropy,  # (n,), like the next parameter
     tail_entropy_gradient,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
