@@ -62,7 +62,7 @@ class Bubblewrap(Launcher):
         self._try()
 
     def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits this, and would never end
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap would inherit this and never end
             raise SandboxError("the sandbox cannot run while SIGCHLD is ignored: set it to SIG_DFL")
         if not self.isolated:
             return self._launch_openly(script, arguments, limits, streams)
@@ -125,7 +125,7 @@ class Bubblewrap(Launcher):
         return [*command, "--dir", "/tmp", "--dir", "/input", "--remount-ro", "/", "--chdir", "/"]
 
     def _try(self) -> None:
-        """Finds the tightest way in which a sandbox starts here."""
+        """Finds the strictest isolation with which a sandbox starts on this machine."""
         self._as_nobody = False
         if not self.isolated:
             if refusal := self._trial():

@@ -17,7 +17,7 @@ from troll.gaussian import Gaussian, kl_parts, project_kl
 
 
 class Critic(nn.Module):
-    """The value of an observation and the remaining time of its episode; 0 after the last step.
+    """A network for the value of an observation at a remaining time of the episode; 0 after the last step.
 
     Values are in units of the first rollout's returns, so that one learning rate serves rewards of any size.
     """

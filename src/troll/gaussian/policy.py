@@ -24,7 +24,7 @@ class Gaussian:
         factor: Cholesky factor of the covariance, (..., d, d), lower triangular with a positive diagonal.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, or (on a CPU, where looking costs nothing) a number is not finite
+        ValueError: If a shape or dtype does not fit, or (checked on a CPU only) a number is not finite
             or the factor is not lower triangular with a positive diagonal.
     """
 
@@ -42,7 +42,7 @@ class Gaussian:
         return _entropy(self.factor.diagonal(dim1=-2, dim2=-1))
 
     def distribution(self) -> MultivariateNormal:
-        """The same as torch's distribution, which samples and evaluates densities."""
+        """The policy as a distribution of torch, which samples and evaluates densities."""
         return MultivariateNormal(self.mean, scale_tril=self.factor)
 
 
@@ -57,7 +57,7 @@ class DiagonalGaussian:
         scale: Standard deviations, (..., d), above 0.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, or (on a CPU, where looking costs nothing) a number is not finite
+        ValueError: If a shape or dtype does not fit, or (checked on a CPU only) a number is not finite
             or a scale not above 0.
     """
 
@@ -73,7 +73,7 @@ class DiagonalGaussian:
         return _entropy(self.scale)
 
     def distribution(self) -> Independent:
-        """The same as torch's distribution, which samples and evaluates densities."""
+        """The policy as a distribution of torch, which samples and evaluates densities."""
         return Independent(Normal(self.mean, self.scale), 1)
 
 

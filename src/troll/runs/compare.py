@@ -57,7 +57,7 @@ def compare(
         jobs: The number of runs at once, at least 1. By default one for each GPU, or for each core if there is no GPU.
             Each run sees one GPU.
         command: The command that made the runs, for the page.
-        settled: The fields whose values were chosen for each method, so that different values are still one method.
+        settled: Fields that were tuned for each method: runs that differ in them still belong to one method.
 
     Returns:
         "finished" if every run is; "failed" if one failed; "interrupted" after Ctrl-C, which stops the runs so that

@@ -234,7 +234,7 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
 
 
 def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
-    """Loads a task from the columns of `prompt` and of `tests`, as `load_code` does.
+    """Loads a task from two columns of a data set, `prompt` and `tests`; arguments as for `load_code`.
 
     Tests are JSON as `troll.rewards.program` reads it, or a list of assert statements.
     """

@@ -89,7 +89,7 @@ class TaskConfig:
         return dict(self.task_options) if isinstance(self.task_options, dict) else {}
 
     def other_tasks(self) -> list[TaskConfig]:
-        """The configurations of `eval_tasks`, which have only `eval_size` from this task."""
+        """The configurations of `eval_tasks`, which share only `eval_size` with this task."""
         return [_to_evaluate(entry, self.eval_size) for entry in self.eval_tasks or []]
 
 

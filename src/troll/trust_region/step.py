@@ -102,7 +102,7 @@ def trust_region_step(
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See [project][troll.project].
         tail: "bucket" makes the tail one more outcome with its exact mass. "floor" follows the paper's code: every
             token outside both policies' supports has probability 1e-12. It is meant for comparisons, needs host syncs,
-            and warns where so much mass is outside that it computes divergences that do not exist.
+            and warns where so much mass is outside that its divergences are spurious.
         solver: "newton", or "bracket", the paper's search.
         constraint: Groups of the tokens (...) that share one multiplier and one bound; None gives each token its own.
         pull: The form of `step.regression`: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only;

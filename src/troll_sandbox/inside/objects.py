@@ -53,7 +53,7 @@ _QUESTIONS |= {"allclose", "equal", "equals", "identical", "isclose"}
 
 _NOTHING, _CLASS, _INSTANCE, _MIXED = range(4)
 
-_chance = SystemRandom()  # not seeded by tests, nor the same in all children of a judge
+_chance = SystemRandom()  # cannot be seeded by tests, and differs among the children of a judge
 
 
 class ProgramObject(Proxy):

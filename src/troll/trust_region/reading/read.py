@@ -25,7 +25,7 @@ def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> P
 
     Args:
         source: Logits of the positions (...).
-        token_ids: The support, (..., K) integers, different in a row; −1 in unused slots.
+        token_ids: The support, (..., K) integers, distinct within a row; −1 in unused slots.
         entropy: Whether the entropy of all other tokens is read too.
     """
     ids = token_ids.reshape(-1, token_ids.shape[-1]).long()
@@ -44,11 +44,11 @@ def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSu
 
     Args:
         source: Logits (..., V), or any source.
-        token_ids: (..., K) integers in [0, V), different in a row; −1 in unused slots.
+        token_ids: (..., K) integers in [0, V), distinct within a row; −1 in unused slots.
 
     Returns:
-        The policy on these tokens, with `.log_probs` (..., K) and `.tail_log_prob` (...). NaN for a row that is no
-        distribution, which has no gradient either.
+        The policy on these tokens, with `.log_probs` (..., K) and `.tail_log_prob` (...). A row that is
+        no distribution has NaN and no gradient.
 
     Raises:
         ValueError: On shapes or dtypes that do not fit, or ids outside the vocabulary.
