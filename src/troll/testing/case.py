@@ -96,7 +96,7 @@ class Update:
 
 
 Adapter = Callable[[Case], Update]
-"""The trainer's own capture and update, in one call, on a network that is a table."""
+"""Runs the trainer's own capture and update in one call; the network is a table of logits."""
 
 
 def make_case(layout: Layout, dtype: torch.dtype) -> Case:
