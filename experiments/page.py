@@ -27,7 +27,7 @@ from troll.runs.statistics import paired_difference, seed_mean
 
 #: The templates: a page of `docs/` each, by the same name.
 TEMPLATES = Path(__file__).with_name("pages")
-_PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}")
+_PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)  # a sentence may break in it
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     first = {name: results for name, results in rows.items() if name not in second.REGIMES}
     primary = primary_sections(first, folder)
     explored = exploratory_sections(first)
-    asked = {key.strip() for template in templates.values() for key in _PLACEHOLDER.findall(template)}
+    asked = {" ".join(key.split()) for template in templates.values() for key in _PLACEHOLDER.findall(template)}
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
         raise ValueError(
             f"no template shows the exploratory runs of {', '.join(hidden)}: add {{{{exploratory {hidden[0]}}}}} to one"
@@ -112,7 +112,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     }
 
     def fill(found: re.Match[str]) -> str:
-        key = found[1].strip()
+        key = " ".join(found[1].split())
         kind, _, name = key.partition(" ")
         if kind == "exploratory" and name:
             parts = _explored(name, explored[name], pages) if name in explored else ["Nothing to show yet."]

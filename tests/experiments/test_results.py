@@ -583,7 +583,8 @@ def test_seeds_are_those_that_all_methods_have(tmp_path: Path) -> None:
 # The page.
 
 TEMPLATE = """\
-Prose {{sparse-signal troll - clip}} and {{sparse-signal troll}}.
+Prose {{sparse-signal
+troll - clip}} and {{sparse-signal troll}}.
 {{contrasts}}
 {{figure contrasts}}
 {{figure robustness}}
