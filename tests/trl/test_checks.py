@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trl.engine import Engine, take_the_place_of_vllm
 from tests.trl.tiny import (
+    DEFAULTS,
     LOG_PROB_ERROR,
     adapted,
     changed,
@@ -27,9 +28,11 @@ from tests.trl.tiny import (
     make_tokenizer,
     no_warnings_about,
     parameters,
+    reward,
     rolled_out,
 )
 from troll.evaluation.model import find_model, load_model
+from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.checks import disable_dropout, unresolved_share, warn_about_precision
 from troll.trl.seam import sequences
 
@@ -196,6 +199,28 @@ def test_a_chat_template_counts_as_a_prompt(make):
     with pytest.raises(ValueError, match=SIZES):
         make(processing_class=tokenizer, train_dataset=prompts)
     assert make(processing_class=tokenizer).model is not None  # prompts of text do not use it
+
+
+def test_rows_without_a_prompt_train_in_an_environment_that_brings_it(make):
+    class Sum:
+        def reset(self, **row: Any) -> str:
+            return "1+1="
+
+    tokenizer: Any = make_tokenizer()
+    tokenizer.chat_template = (  # TRL asks for one that renders calls of tools
+        "{{ tools }}{% for message in messages %}{{ message.role }}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function }}{% endfor %}{% endfor %}"
+    )
+    trainer = TrollTrainer(
+        make.model(),
+        reward,
+        TrollConfig(str(make.output_dir), **{**DEFAULTS, "max_steps": 1}),
+        train_dataset=Dataset.from_dict({"environment": ["sum"] * 8}),
+        processing_class=tokenizer,
+        environment_factory={"sum": Sum},
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("role", ["pad_token", "eos_token"])

@@ -101,7 +101,7 @@ def tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
+def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None) -> None:
     """Raises ValueError if the end token, the padding token, or a token of the prompts has no row in the embedding.
 
     A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So with such a tokenizer,
@@ -109,7 +109,7 @@ def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
 
     Args:
         trainer: A `TrollTrainer`, which has a table of its missing tokens.
-        prompts: The prompts of a rollout; None for the prompts of the data sets that have a length.
+        examples: The rows of a rollout; None for the rows of the data sets that have a length.
     """
     missing: dict[int, str] = trainer.missing_tokens
     if not missing:
@@ -122,7 +122,7 @@ def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
     if tokenizer is trainer.processing_class and trainer.environment_factories is None:
         data_sets = [data for data in _data_sets(trainer) if isinstance(data, Dataset)]
         batches = (batch["prompt"] for data in data_sets for batch in data.select_columns("prompt").iter(1000))
-        for batch in batches if prompts is None else [prompts]:
+        for batch in batches if examples is None else [[example["prompt"] for example in examples]]:
             used |= {number: "which is in the prompts" for ids in prompt_ids(trainer, batch) for number in ids}
     for number in sorted(missing.keys() & used.keys()):
         raise ValueError(

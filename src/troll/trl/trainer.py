@@ -150,7 +150,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         checks.refuse_columns(self, inputs[0])  # a stream's columns and prompts are known only now
-        checks.refuse_token_ids(self, [example["prompt"] for example in inputs])
+        checks.refuse_token_ids(self, inputs)
         training = self.model.training
         self.old_policy.start()
         with ExitStack() as stack:
