@@ -526,8 +526,9 @@ def test_arguments_are_accepted_by_position_as_by_grpo(make):
         {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2},
         {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
         {"peft_config": lora(), "kl_bound": 1e-3, "learning_rate": 0.05},
+        {"train_dataset": make_dataset(4), "per_device_train_batch_size": 8},
     ],
-    ids=["accumulation", "entropy", "lora"],
+    ids=["accumulation", "entropy", "lora", "after an epoch"],
 )
 def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path, settings):
     """Saved on a rollout's boundary, half of the run: weights and metrics are equal bit for bit."""

@@ -47,8 +47,10 @@ class TrollCallback(TrainerCallback):
             if self._kl_controller.adapts:
                 write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restores ε, β and the critic from a checkpoint, and drops the state of an interrupted update."""
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Restores ε, β, the critic and the order of the data, and drops the state of an interrupted update."""
         self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
         self._rollouts = self._rollouts_done()
         for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
@@ -56,6 +58,7 @@ class TrollCallback(TrainerCallback):
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
             return
+        seam.skip_epochs(train_dataloader, int(state.epoch or 0))
         for part in self._saved:
             part.load(Path(checkpoint))
         path = Path(checkpoint) / BOUND_STATE

@@ -275,6 +275,19 @@ def forget_rollout(trainer: Any) -> None:
     trainer._step, trainer._buffered_inputs = 0, None
 
 
+def skip_epochs(loader: Any, epochs: int) -> None:
+    """Has a training data loader go on after some epochs, in the order of a run that was not interrupted.
+
+    TRL's sampler draws a new order for every epoch, and a resumed run would begin with the first one again.
+    """
+    while hasattr(loader, "batch_sampler"):  # accelerate's wrappers, down to torch's
+        loader = loader.batch_sampler
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, utils.RepeatSampler):  # a stream knows its epoch
+        for _ in range(epochs):
+            next(iter(sampler), None)
+
+
 def checkpoint_folder(trainer: Any, trial: Any) -> Path:
     """The folder of the checkpoint that transformers saves at this step."""
     return Path(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")

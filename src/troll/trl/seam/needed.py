@@ -124,6 +124,7 @@ ENGINE = (
 FUNCTIONS = (
     "add_fused_lm_head",
     "FusedCausalLMOutput",
+    "RepeatSampler",
     "get_callable_name",
     "get_config_model_id",
     "nanstd",
