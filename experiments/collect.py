@@ -11,7 +11,18 @@ from statistics import fmean
 from typing import Any
 
 from experiments import protocol, second
-from experiments.table import Identity, Phase, Result, Settings, merge, pack, read_csv, to_csv, write_questions
+from experiments.table import (
+    Identity,
+    Phase,
+    Result,
+    Settings,
+    evaluation_order,
+    merge,
+    pack,
+    read_csv,
+    to_csv,
+    write_questions,
+)
 from troll import recipes
 from troll.files import flat, read_json, write_atomically
 from troll.runs.charts import SUCCESS, TRUST
@@ -235,6 +246,9 @@ def _verdicts(run: Run, success: float, folder: Path) -> tuple[int, str, str]:
     verdicts, questions = found.get("success", []), found.get("question", [])
     if len(verdicts) != len(questions) or not verdicts:
         raise ValueError(f"{path}: expected a question for each success, got {len(questions)} for {len(verdicts)}")
+    order = evaluation_order(len(verdicts), run.seed)
+    if found.get("row", order) != order:  # the first runs did not write it
+        raise ValueError(f"{path}: its rows are not in the order of an evaluation with seed {run.seed}")
     if found.get("step") != run.summary.get("success_after_step"):
         raise ValueError(f"{path} is of step {found.get('step')}, not of the last evaluation")
     if not math.isclose(sum(verdicts) / len(verdicts), success, abs_tol=1e-6):

@@ -16,6 +16,7 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 
 from troll.files import write_atomically
@@ -84,7 +85,8 @@ class Result:
         curve: The number of right completions in each rollout.
         entropy: The entropy of the policy in each rollout, in nats a token.
         questions: The name of the list of questions, for `read_questions`; empty without verdicts.
-        verdicts: Whether each held-out draw was right after training, as hexadecimal bits; empty if unknown.
+        verdicts: Whether each held-out draw was right after training, in `evaluation_order`, as hexadecimal bits; empty
+            if unknown.
         commit: The commit of the code, with a `+` if the package had changed since; empty if unknown.
         machine: The machine on which it ran.
         versions: The versions of Python and the packages.
@@ -142,8 +144,16 @@ class Result:
 
     @property
     def successes(self) -> NDArray[np.bool_]:
-        """The verdicts, (eval_size,)."""
-        return unpack(self.verdicts, self.eval_size)
+        """The verdicts of the draws in the order of their questions, (eval_size,)."""
+        found = np.empty(self.eval_size, dtype=bool)
+        found[evaluation_order(self.eval_size, self.seed)] = unpack(self.verdicts, self.eval_size)
+        return found
+
+
+def evaluation_order(size: int, seed: int) -> list[int]:
+    """The number of each held-out draw, in the order of an evaluation, which TRL's sampler shuffles by the seed."""
+    order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
 
 
 def pack(verdicts: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
+from trl.trainer.utils import RepeatSampler
 
 from experiments import __main__ as command
 from experiments import analysis, figures, page, second, second_analysis, table, tables
@@ -160,6 +161,23 @@ def test_rollouts_to_a_half_of_the_running_mean() -> None:
 def test_a_run_collapses_that_loses_half_of_its_best(final: float, curve: tuple[int, ...], expected: bool) -> None:
     run = result("troll", 1e-4, 0, 0.5, completions=100, curve=curve, success_after=final)
     assert run.collapsed is expected
+
+
+def test_verdicts_are_put_from_the_order_of_trls_evaluation_into_that_of_the_questions() -> None:
+    order = list(RepeatSampler(range(9), mini_repeat_count=1, seed=5))
+    evaluated = table.pack([int(row in (2, 7)) for row in order])
+    row = result("troll", 1e-4, seed=5, success=0, verdicts=evaluated, eval_size=9)
+    assert row.successes.nonzero()[0].tolist() == [2, 7]
+
+
+def test_rows_of_another_order_are_refused(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    order, path = table.evaluation_order(4, seed=0), run / "verdicts.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order}))
+    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order[::-1]}))
+    with pytest.raises(ValueError, match="not in the order of an evaluation with seed 0"):
+        collect([run], tmp_path / "new.csv", exploratory=True)
 
 
 @pytest.mark.parametrize("verdicts", [[1], [0, 1, 1, 0, 1, 0, 0, 0], [0, 0, 1] * 7])

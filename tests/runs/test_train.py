@@ -77,6 +77,7 @@ def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> N
     verdicts = json.loads((folder / "verdicts.json").read_text())
     assert verdicts["step"] == 4
     assert len(verdicts["question"]) == len(verdicts["success"]) == summary["eval_size"]
+    assert sorted(verdicts["row"]) == list(range(summary["eval_size"]))
     assert sum(verdicts["success"]) / summary["eval_size"] == pytest.approx(summary["success_after"])
     prompts = load_task(recipes.load("quickstart", overrides).task).eval_dataset["prompt"]
     assert [prompts[number] for number in verdicts["question"]] == prompts

@@ -11,6 +11,7 @@ import torch
 
 from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
+from troll.trl import seam
 from troll.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperature
 
 REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
@@ -33,6 +34,21 @@ def observed(grader: Any, batches: list[list[str]]) -> EvalMetrics:
         scores = torch.tensor([torch.nan if reward is None else reward for reward in rewards])
         held_out.observe(torch.stack([torch.full_like(scores, 9.0), scores], 1))
     return held_out
+
+
+def test_evaluation_order_names_the_rows_of_completions_as_they_are_evaluated(make):
+    asked: list[str] = []
+
+    def success(prompts, **columns):
+        asked.extend(prompts)
+        return [1.0] * len(prompts)
+
+    held_out = tiny.make_dataset(6)
+    trainer = make(reward_funcs=success, eval_dataset=held_out, num_generations_eval=2)
+    trainer.evaluate()
+    order = seam.evaluation_order(trainer, held_out)
+    assert [held_out[row]["prompt"] for row in order] == asked
+    assert order != sorted(order)
 
 
 def test_problems_are_the_groups_of_completions():

@@ -22,7 +22,7 @@ from troll.runs.publishing import CARD_FILE, model_card, push
 from troll.runs.report import write_report
 from troll.tasks import Task
 from troll.terminal import say
-from troll.trl import TrollTrainer
+from troll.trl import TrollTrainer, seam
 from troll.trl.checkpoints import newest_complete
 from troll.trl.surrogates import SURROGATES, settings_read
 
@@ -111,10 +111,11 @@ class RunResult:
 
 
 def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
-    """Writes `verdicts.json`: the step of the last evaluation, and the question and success of each completion.
+    """Writes `verdicts.json`: the step of the last evaluation, and the row and success of each completion.
 
-    The success is null if the completion could not be judged. The question is given as the number of the first held-out
-    prompt with the same text. Nothing is written if the task does not define success, or no evaluation was completed.
+    Completions are in the order of the evaluation, which TRL shuffles. The success is null if the completion could not
+    be judged. The `question` of each row is the number of the first held-out prompt with the same text. Nothing is
+    written if the task does not define success, or no evaluation was completed.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
@@ -123,10 +124,10 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
         return
     first: dict[str, int] = {}
     prompts = [json.dumps(prompt) for prompt in task.eval_dataset.select_columns("prompt")["prompt"]]
-    numbers = [first.setdefault(prompt, number) for number, prompt in enumerate(prompts)]
     verdicts = {
         "step": steps[-1],
-        "question": [number for number in numbers for _ in range(samples)],
+        "question": [first.setdefault(prompt, number) for number, prompt in enumerate(prompts)],
+        "row": seam.evaluation_order(trainer, task.eval_dataset),
         "success": [None if success is None else int(success) for success in successes],
     }
     write_atomically(folder / "verdicts.json", json.dumps(verdicts) + "\n")

@@ -260,6 +260,11 @@ def drop_clip_metrics(trainer: Any) -> None:
         del metrics[name]
 
 
+def evaluation_order(trainer: Any, dataset: Any) -> list[int]:
+    """The row of each completion of an evaluation, in the order in which TRL evaluates them: shuffled by the seed."""
+    return list(trainer._get_eval_sampler(dataset))
+
+
 def evaluation_metrics(trainer: Any) -> dict[str, list[float]]:
     """TRL's metrics of the current evaluation: for each, the values of the batches so far."""
     return trainer._metrics["eval"]
