@@ -125,6 +125,13 @@ def test_the_slower_of_two_processes_takes_the_model_of_the_faster(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+def test_a_cache_that_cannot_be_made_is_found_before_the_warm_up(tmp_path):
+    (tmp_path / "file").touch()
+    tokenizer, arguments = character_tokenizer(), {"determined_by": {}, "seed": 0, "cache_dir": tmp_path / "file" / "x"}
+    with pytest.raises(OSError, match="Not a directory"):
+        cached_model(model_config(tokenizer), tokenizer, lambda model: pytest.fail("it was warmed up"), **arguments)
+
+
 def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt

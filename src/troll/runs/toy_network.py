@@ -99,6 +99,7 @@ def cached_model(
     folder = (Path(cache_dir) if cache_dir else default_cache_dir()) / f"toy-{digest}"
     if _is_intact(folder):
         return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)  # if it cannot be made, the warm-up would be lost
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -151,7 +152,6 @@ def learn(
 def _publish(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, manifest: dict[str, Any]
 ) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     # In the same file system, so that the folder appears at once or not at all.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
         temporary = Path(name)
