@@ -221,6 +221,23 @@ def test_resume_without_a_value_means_the_last_checkpoint() -> None:
     assert given.training.resume_from_checkpoint == "runs/x/checkpoint-8"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name", "recorded"),
+    [
+        (["--no_shuffle_dataset"], "shuffle_dataset", False),
+        (["--debug", "underflow_overflow"], "debug", ["underflow_overflow"]),
+        (["--accelerator_config", '{"even_batches": false}'], "accelerator_config", {"even_batches": False}),
+    ],
+)
+def test_a_saved_recipe_holds_what_the_parser_makes_of_its_own_forms(tmp_path, overrides, name, recorded):
+    recipe = recipes.load("quickstart", overrides)
+    recipes.save(recipe, tmp_path / "again.yaml")
+    saved = yaml.safe_load((tmp_path / "again.yaml").read_text())[name]
+    assert saved == (saved | recorded if isinstance(recorded, dict) else recorded)
+    again = recipes.load(str(tmp_path / "again.yaml")).training
+    assert getattr(again, name) == getattr(recipe.training, name)
+
+
 def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "numbers.yaml"
     settings = yaml.safe_load(recipes.find("quickstart").read_text()) | {"learning_rate": "1e-5", "kl_bound": "5e-2"}

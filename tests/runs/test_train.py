@@ -181,6 +181,13 @@ def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, consol
     assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_true_in_yaml_resumes_from_the_last_checkpoint(short_run, tmp_path):
+    recipe = recipes.load("quickstart", short_run)
+    recipe.training.resume_from_checkpoint = True  # type: ignore[assignment]  # what YAML makes of true
+    with pytest.raises(RecipeError, match="no complete checkpoint in output_dir"):
+        checkpoint_of(recipe, tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

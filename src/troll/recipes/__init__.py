@@ -255,7 +255,15 @@ def save(recipe: Recipe, path: Path) -> None:
 
 def plain(recipe: Recipe) -> dict[str, Any]:
     """The resolved settings, as values that YAML and JSON can hold."""
-    return {name: value.value if isinstance(value, Enum) else value for name, value in recipe.settings.items()}
+    return {name: _plain(value) for name, value in recipe.settings.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if hasattr(value, "to_dict"):  # accelerate's configuration
+        return value.to_dict()
+    return value.value if isinstance(value, Enum) else value
 
 
 def differences(
@@ -325,7 +333,8 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], 
         if "." not in name:
             # Without a value it means the last one; TRL's parser wants a value.
             rest.append(f"{word}=last" if word == "--resume_from_checkpoint" and found is None else word)
-            given[name] = found
+            # The parser also takes `--no_field`.
+            given[name if name in FIELDS else name.removeprefix("no_")] = found
             continue
         if _field_of(name) not in DICTIONARIES:
             raise RecipeError(f"unknown argument '--{name}'{did_you_mean(_field_of(name), DICTIONARIES, prefix='--')}")

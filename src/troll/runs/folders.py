@@ -45,7 +45,7 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
         return None
     check_same_run(recipes.plain(recipe), folder, _may_change)
     try:
-        if resume in ("last", "true", "True"):
+        if str(resume) in ("last", "true", "True"):  # in YAML, true is no text
             last_checkpoint(folder)
             return True
         check_complete(Path(resume))
