@@ -181,6 +181,11 @@ def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, consol
     assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_the_last_step_is_logged_for_any_logging_steps(short_run, tmp_path, console):
+    train(recipes.load("quickstart", [*short_run, "--logging_steps", "3"]), console)
+    assert [line["step"] for line in lines_of(tmp_path / "run") if "trust_region/kl_before_mean" in line] == [3, 4]
+
+
 def test_true_in_yaml_resumes_from_the_last_checkpoint(short_run, tmp_path):
     recipe = recipes.load("quickstart", short_run)
     recipe.training.resume_from_checkpoint = True  # type: ignore[assignment]  # what YAML makes of true

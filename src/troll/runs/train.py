@@ -127,6 +127,10 @@ class RunFiles(TrainerCallback):
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Has the last step logged, even between two of `logging_steps`: TRL would drop what is left."""
+        control.should_log |= control.should_training_stop
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends the newest log."""
         if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
