@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests.runs.conftest import tiny_model  # noqa: F401  a fixture
+from tests.trl.vision import make_processor
 from troll.runs.toy_model import character_tokenizer
 from troll.tasks import Task, TaskError
 from troll.tasks.chat_template import longest_prompt, prompt_texts
@@ -38,5 +39,6 @@ def test_longest_prompt_counts_tokens() -> None:
     rows = Dataset.from_dict({"prompt": ["1 + 2 =", "1 + 22 ="]})
     task = Task(name="t", train_dataset=rows, eval_dataset=rows, reward_funcs=[])
     assert longest_prompt([task], character_tokenizer(), {}) == 8
+    assert longest_prompt([task], make_processor("qwen2_5_vl"), {}) == 8  # texts for a model that could also see
     pictures = replace(task, train_dataset=rows.add_column("images", [[], []]))
     assert longest_prompt([pictures], character_tokenizer(), {}) is None

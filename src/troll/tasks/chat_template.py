@@ -45,4 +45,5 @@ def longest_prompt(tasks: Sequence[Task], processor: Any, variables: Mapping[str
     # Tokens are counted for a few prompts of each data set, the longest in characters.
     longest = [(name, sorted(data["prompt"], key=lambda prompt: len(str(prompt)))[-16:]) for name, data in rows]
     texts = [text for name, prompts in longest for text in prompt_texts(processor, prompts, name, variables)]
-    return max((len(processor(text=text)["input_ids"]) for text in texts), default=None)
+    # One text at a time, in a list: of a text without one, processors make a list all the same, and tokenizers do not.
+    return max((len(processor(text=[text])["input_ids"][0]) for text in texts), default=None)
