@@ -88,6 +88,15 @@ def test_read_program_keeps_imports_and_helpers_of_the_prefix(prefix, completion
         assert found == program
 
 
+def test_read_program_keeps_a_helper_of_the_prefix_that_the_tests_use():
+    tests = datasets.code_tests(json.dumps({"check": "def check(c): assert h(c(1)) == 2", "entry_point": "f"}))
+    assert tests.inferred == ("h",)
+    helper = "import a\n\ndef h(x): return x"
+    assert read_program(F, tests, f"{helper}\n\ndef f(x):\n") == f"{helper}\n\n{F}"
+    both = f"def h(x): return x + 1\n\n{F}"
+    assert read_program(both, tests, f"{helper}\n\ndef f(x):\n") == f"import a\n\n{both}"
+
+
 def test_a_program_has_the_definitions_of_other_blocks_and_the_head_of_the_prefix():
     future = "from __future__ import annotations\n"
     completion = f"```python\nONE = 1\nprint(ONE)\n```\n```python\n{future}def f(x): return x + ONE\n```"

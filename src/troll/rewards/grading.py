@@ -15,13 +15,16 @@ TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 
 
 def completion_text(completion: Completion) -> str:
-    """Returns the text that the model wrote.
+    """Returns the text that the model wrote last.
 
     Args:
-        completion: A completion in either of TRL's forms: a string; or a conversation, a list of messages with
-            `content`, of which the last one counts.
+        completion: A completion in either of TRL's forms: a string; or a conversation, a list of messages with `role`
+            and `content`. Only its last message counts, and only if it is the model's: with tools, a completion that
+            reaches its length limit may end with the result of a tool, which is no answer.
     """
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    if isinstance(completion, str):
+        return completion
+    return completion[-1]["content"] if completion[-1]["role"] == "assistant" else ""
 
 
 def printable(text: str) -> str:

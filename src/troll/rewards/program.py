@@ -92,8 +92,8 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     without blocks is itself the program. Everything up to the last `</think>` is ignored.
 
     If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
-    the first line that is not indented. If it defines one, it may use the imports and helpers before that definition in
-    the prefix.
+    the first line that is not indented. If it defines some, it may use the imports and helpers before the first such
+    definition in the prefix.
 
     Args:
         completion: The text of the completion, as the model wrote it.
@@ -114,9 +114,10 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
         return None
     needed, program = found
     prefix = prefix.replace("\r\n", "\n")
-    if prefix and not defines(program, names):
+    own = [name for name in names if defines(program, [name])]
+    if prefix and not own:
         return prefix + _indented_part(program)
-    return _after(_head(prefix, names), _after(needed, _dedented(program)))
+    return _after(_head(prefix, own), _after(needed, _dedented(program)))
 
 
 def _names(tests: Tests) -> tuple[str, ...]:
@@ -126,7 +127,7 @@ def _names(tests: Tests) -> tuple[str, ...]:
 
 
 def _head(prefix: str, names: Iterable[str]) -> str:
-    """The part of a prefix before the first definition, with its decorators, of a name that the tests use."""
+    """The part of a prefix before the first definition, with its decorators, of a name that the program defines."""
     lines = prefix.split("\n")
     for index, line in enumerate(lines):
         if not line[:1].isspace() and defines(line, names):

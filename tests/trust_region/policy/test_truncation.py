@@ -17,6 +17,7 @@ from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
+from troll.trust_region.metrics import step_tally
 from troll.trust_region.policy.serialized import from_records, to_records
 from troll.trust_region.step import PULLS, common_outcomes
 
@@ -197,6 +198,12 @@ def test_sampled_token_outside_the_kept_set_is_added():
     torch.testing.assert_close(old.log_probs[0, :3], logits[0, [0, 1, 3]].log_softmax(-1))
 
 
+def test_capture_takes_single_position():
+    logits = random_logits()
+    old = captured(logits, Truncation(top_k=5))
+    assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
+
+
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("top_k", [1, 3, SIZE])
 def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
@@ -276,6 +283,26 @@ def test_rows_that_are_no_distribution_stay_nan():
     assert old.log_prob.isnan().tolist() == [False, True, False]
     step = troll.trust_region_step(random_logits(3, seed=1), old)
     assert step.log_ratio.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("cut_is_known", [True, False])
+def test_step_counts_new_policy_that_is_no_distribution_outside_kept_set(monkeypatch, kernels, broken, cut_is_known):
+    old = captured(random_logits(3).float(), Truncation(top_k=5))
+    if not cut_is_known:
+        old = dataclasses.replace(old, tail_log_prob=torch.full_like(old.tail_log_prob, -torch.inf))
+    logits = random_logits(3, seed=1).float()
+    outside = next(token for token in range(SIZE) if token not in old.token_ids[1].tolist())
+    logits[1, outside] = broken
+    logits.requires_grad_()
+    monkeypatch.setenv("TROLL_KERNELS", kernels)
+    step = troll.trust_region_step(troll.Logits(logits), old, entropy=True)
+    for name, values in vars(step).items():
+        assert name == "projected" or values.isnan().tolist() == [False, True, False], name
+    assert step_tally(step, torch.ones(3)).values()["nonfinite"] == 1
+    (step.log_ratio + step.regression)[[0, 2]].sum().backward()
+    assert logits.grad is not None and bool((logits.grad[1] == 0).all())
 
 
 def test_capture_top_takes_an_engine_s_kept_set():

@@ -291,6 +291,8 @@ class _Comparison:
         """Whether an answer such as `17 = 18` or `x = 17 = 18` names a second number: the last side is compared."""
         value = _unwrapped(gold) if is_assignment_relation(gold) else gold
         relations = getattr(answer, "_unsorted_args", None) or [answer]
+        if len(relations) == 1 and is_equation(gold) and value.free_symbols:
+            return False  # `2x - y = -1` is the line `y = 2x + 1`
         numbers = [side for relation in relations for side in relation.args if _is_number(side)]
         return not is_equation(value) and any(not self._is_same(value, number) for number in numbers)
 

@@ -44,8 +44,11 @@ class PolicyOnSupport:
         return torch.nn.functional.logsigmoid(torch.logsumexp(self.logits, -1) - self.tail_logit)
 
     def without_tail(self) -> PolicyOnSupport:
-        """The policy restricted to its K tokens; its log-probabilities are renormalised."""
-        return dataclasses.replace(self, tail_logit=torch.full_like(self.tail_logit, -torch.inf))
+        """The policy restricted to its K tokens; its log-probabilities are renormalised.
+
+        It is no distribution where the whole policy is none, even if only logits outside its tokens are NaN or +inf.
+        """
+        return dataclasses.replace(self, tail_logit=self.tail_logit.detach() - torch.inf)
 
     def at(self, positions: Tensor) -> PolicyOnSupport:
         """The policy at some of its flattened token positions, (n,)."""

@@ -112,7 +112,7 @@ def capture_kept(
     added, kept = (sampled & ~kept).any(-1), kept | sampled
     order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
     token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
-    slots = max(1, int(used.flatten(0, -2).any(0).sum()))
+    slots = max(1, int(used.reshape(-1, policy.top_k).any(0).sum()))
     token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
     cut = torch.cat([policy.log_probs.masked_fill(kept, -torch.inf), policy.tail_log_prob.unsqueeze(-1)], -1)
     # Rows that are no distribution stay NaN.
