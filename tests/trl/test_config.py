@@ -16,6 +16,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from tests.trl.tiny import no_warnings_about
+from troll import Truncation
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES, settings_read
 
@@ -448,3 +449,10 @@ def test_a_missing_trl_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match=re.escape('troll.trl needs TRL: pip install "troll-rl[trl]"')):
         importlib.import_module("troll.trl")
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_truncation_has_the_order_of_the_sampler(tmp_path: Path, use_vllm: bool) -> None:
+    args = config(tmp_path, top_p=0.9, min_p=0.1, use_vllm=use_vllm)
+    assert args.truncation == Truncation(top_p=0.9, min_p=0.1, min_p_first=use_vllm)
+    assert config(tmp_path, use_vllm=use_vllm).truncation is None

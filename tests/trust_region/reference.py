@@ -86,10 +86,14 @@ def slots(logits: Array, token: int, top_k: int, mass_threshold: float) -> list[
     return used
 
 
-def kept_set(logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """What a sampler with these settings may draw: first by top-k, then top-p, last min-p; in the order of `slots`."""
+def kept_set(
+    logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, min_p_first: bool = False
+) -> list[int]:
+    """What a sampler with these settings may draw: by top-k, then top-p; by min-p first or last; in `slots`' order."""
     probs = np.exp(log_softmax(logits))
     kept = sorted(range(len(probs)), key=lambda v: (-logits[v], v))
+    if min_p_first:
+        kept = [v for v in kept if probs[v] >= min_p * probs[kept[0]]]
     if top_k:
         kept = [v for v in kept if probs[v] >= probs[kept[min(top_k, len(kept)) - 1]]]
     if top_p < 1:

@@ -498,8 +498,9 @@ class TrollConfig(GRPOConfig):
             top_k=0 if top_k in (None, -1) else top_k,
             top_p=1.0 if top_p is None else top_p,
             min_p=0.0 if min_p is None else min_p,
+            min_p_first=self.use_vllm,
         )
-        return kept if wanted and kept != Truncation() else None
+        return kept if wanted and kept != Truncation(min_p_first=self.use_vllm) else None
 
     @property
     def penalty_weight(self) -> float:

@@ -27,6 +27,7 @@ TRUNCATIONS = [
     Truncation(top_p=0.8),
     Truncation(min_p=0.1),
     Truncation(top_k=7, top_p=0.9, min_p=0.05),
+    Truncation(top_p=0.9, min_p=0.1, min_p_first=True),
     Truncation(top_k=1),
     Truncation(),
 ]
@@ -53,23 +54,25 @@ def captured(logits: torch.Tensor, truncation: Truncation, **more: Any) -> Spars
     st.integers(0, 12),
     st.floats(0.05, 1),
     st.floats(0, 1),
+    st.booleans(),
 )
-def test_truncation_keeps_what_transformers_keeps(sixteenths, top_k, top_p, min_p):
+def test_truncation_keeps_what_transformers_or_vllm_keeps(sixteenths, top_k, top_p, min_p, min_p_first):
     logits = torch.tensor([sixteenths], dtype=torch.float64) / 16
     sets = [
-        reference.kept_set(logits[0].numpy(), top_k, min(1.0, top_p + shift), max(0.0, min_p + shift))
+        reference.kept_set(logits[0].numpy(), top_k, min(1.0, top_p + shift), max(0.0, min_p + shift), min_p_first)
         for shift in (-1e-9, 0.0, 1e-9)
     ]
     assume(sets[0] == sets[1] == sets[2])  # rounding does not decide
     scores = logits
     for wanted, warper, value in (
+        (min_p_first and min_p > 0, MinPLogitsWarper, min_p),
         (top_k > 0, TopKLogitsWarper, top_k),
         (top_p < 1, TopPLogitsWarper, top_p),
         (min_p > 0, MinPLogitsWarper, min_p),
     ):
         scores = warper(value)(None, scores) if wanted else scores  # type: ignore[arg-type]
     policy = troll.capture(logits, logits.argmax(-1), top_k=len(sixteenths), mass_threshold=0)
-    kept = policy.token_ids[Truncation(top_k, top_p, min_p).kept(policy)].tolist()
+    kept = policy.token_ids[Truncation(top_k, top_p, min_p, min_p_first).kept(policy)].tolist()
     assert kept == sets[1]
     assert sorted(kept) == (scores[0] > -torch.inf).nonzero().flatten().tolist()
 

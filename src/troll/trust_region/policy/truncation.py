@@ -28,10 +28,13 @@ from troll.trust_region.policy.sparse import SparsePolicy
 class Truncation:
     """The settings of truncated sampling, applied in transformers' order: first top-k, then top-p, then min-p.
 
+    The order matters only for top-p, whose mass is a share of what the settings before it keep.
+
     Args:
         top_k: Keeps the k most likely tokens, and others with the same probability as the last of them; 0 keeps all.
         top_p: Keeps the most likely tokens, as few as have this mass together, in (0, 1]; 1 keeps all.
         min_p: Keeps tokens with at least this share of the most likely token's probability, in [0, 1]; 0 keeps all.
+        min_p_first: Whether min-p comes before the other two, as in vLLM.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -40,6 +43,7 @@ class Truncation:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    min_p_first: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.top_k, int) or self.top_k < 0:
@@ -58,6 +62,9 @@ class Truncation:
             policy: At token positions (...), over the whole vocabulary.
         """
         log_probs, kept = policy.log_probs, policy.used
+        likely = log_probs >= log_probs[..., :1] + (math.log(self.min_p) if self.min_p else -torch.inf)
+        if self.min_p_first:
+            kept = kept & likely
         if self.top_k:
             last = min(self.top_k, policy.top_k) - 1
             kept = kept & (log_probs >= log_probs[..., last : last + 1])
@@ -65,14 +72,14 @@ class Truncation:
             tail = policy.tail_log_prob.unsqueeze(-1)
             if self.top_k:
                 tail = torch.full_like(tail, -torch.inf)
+            elif self.min_p_first:  # if a slot fails, so does every token of the tail
+                tail = tail.where(likely.all(-1, keepdim=True), -torch.inf)
             outcomes = torch.cat([log_probs.masked_fill(~kept, -torch.inf), tail], -1)
             # A token is kept unless it and everything after it hold at most 1 − top_p, summed from the smallest up.
             remaining = torch.softmax(outcomes, -1).flip(-1).cumsum(-1).flip(-1)[..., :-1]
             first = torch.arange(policy.top_k, device=kept.device) == 0
             kept = kept & ((remaining > 1 - self.top_p) | first)
-        if self.min_p:
-            kept = kept & (log_probs >= log_probs[..., :1] + math.log(self.min_p))
-        return kept
+        return kept & likely
 
 
 @torch.no_grad()
@@ -148,4 +155,6 @@ def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSuppor
 
 def _full(policy: SparsePolicy, truncation: Truncation) -> Tensor:
     """(...) bool, true where a policy's slots may not have the whole kept set: fewer than two slots are left over."""
+    if truncation.min_p_first and truncation.min_p:  # the mass that top-p takes a share of has to be there
+        truncation = dataclasses.replace(truncation, top_p=1.0)
     return (truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1) & (policy.tail_log_prob > -torch.inf)
