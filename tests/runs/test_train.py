@@ -29,6 +29,7 @@ from troll.runs.folders import checkpoint_of
 from troll.runs.page_frame import percent
 from troll.runs.train import ProgressLine, RunFiles, train
 from troll.tasks import TaskError, load_task
+from troll.trl import TrollTrainer
 from troll.trl.checkpoints import check_complete
 
 
@@ -161,6 +162,16 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(short_run, tmp_path, c
 
     with pytest.raises(RecipeError, match=r"other settings: learning_rate is 0\.01 there and 0\.1 here; use the same"):
         train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint", "--learning_rate", "0.1"]), console)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("cannot be read")
+
+    kept, summary = weights(folder), (folder / "summary.json").read_text()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="cannot be read"):
+        patched.setattr(TrollTrainer, "_load_from_checkpoint", fail)
+        train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
+    assert (folder / "summary.json").read_text() == summary
+    assert all(torch.equal(weight, kept[name]) for name, weight in weights(folder).items())
 
     assert train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
     for name, weight in weights(uninterrupted).items():

@@ -93,7 +93,9 @@ def train(recipe: Recipe, console: Console) -> bool:
         status = "interrupted"
     finally:
         progress.stop()
-        result.write(status, console)
+        # A resumed run that fails before its checkpoint is loaded leaves the folder as it was.
+        if run.checkpoint is None or trainer.state.global_step:
+            result.write(status, console)
     # Threads of a process group that is left to the interpreter's end may abort the process.
     trainer.accelerator.end_training()
     return status == "finished"
