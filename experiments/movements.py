@@ -1,9 +1,9 @@
-"""Three updates of movements over five seeds: the comparison of docs/episodic.md, which has its protocol.
+"""Three updates of movements over five seeds: the comparisons of docs/episodic.md, which has their protocol.
 
-    python -m experiments.movements --output_dir runs/movements
+    python -m experiments.movements tce-reach --output_dir runs/movements
 
-Each method gets the learning rate that is best on a seed that does not count. Writes docs/results/movements.jsonl after
-every run, and docs/assets/movements.svg; runs that the file has are not made again, and interrupted ones go on.
+Each method gets the learning rate that is best on a seed that does not count. Writes docs/results/RECIPE.jsonl after
+every run, and docs/assets/RECIPE.svg; runs that the file has are not made again, and interrupted ones go on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ from troll.runs.result import commit_of
 from troll.runs.statistics import paired_difference, seed_mean
 
 DOCS = Path(__file__).parents[1] / "docs"
-#: `RESULT` has each run's method, rate and seed, the environment steps of its evaluations with their success, and where
-#: it was made.
-RESULT, FIGURE = DOCS / "results" / "movements.jsonl", DOCS / "assets" / "movements.svg"
-RECIPE = "tce-reach"
+RECIPES = ("tce-reach", "tce-metaworld-reach")
 METHODS = {
     "TCE": ["--events", "segments", "--constraint", "trust_region"],
     "black-box": ["--events", "episodes", "--constraint", "trust_region"],
@@ -44,20 +41,31 @@ TUNING_SEED, SEEDS = 0, range(1, 6)
 def main() -> int:
     """Makes the runs, draws the figure, and prints the table of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
     options, fields = parser.parse_known_args()
-    rows = read_rows(RESULT)
+    rows = read_rows(result(options.recipe))
     for method, rate, seed in tuning():
-        if not make(rows, options.output_dir, method, rate, seed, fields):
+        if not make(rows, options.recipe, options.output_dir, method, rate, seed, fields):
             return 1
     rates = best_rates(rows)
     for seed in SEEDS:
         for method in METHODS:
-            if not make(rows, options.output_dir, method, rates[method], seed, fields):
+            if not make(rows, options.recipe, options.output_dir, method, rates[method], seed, fields):
                 return 1
-    figures.save_svg(lambda: draw(rows), FIGURE)
+    figures.save_svg(lambda: draw(rows), figure(options.recipe))
     print(outcome(rows))
     return 0
+
+
+def result(recipe: str) -> Path:
+    """The file with each run's method, rate and seed, its evaluations by environment steps, and where it was made."""
+    return DOCS / "results" / f"{recipe}.jsonl"
+
+
+def figure(recipe: str) -> Path:
+    """The file of the figure."""
+    return DOCS / "assets" / f"{recipe}.svg"
 
 
 def tuning() -> Iterator[tuple[str, str, int]]:
@@ -65,14 +73,14 @@ def tuning() -> Iterator[tuple[str, str, int]]:
     return ((method, rate, TUNING_SEED) for method in METHODS for rate in RATES)
 
 
-def make(rows: list[Row], output: Path, method: str, rate: str, seed: int, fields: Sequence[str]) -> bool:
+def make(rows: list[Row], recipe: str, output: Path, method: str, rate: str, seed: int, fields: Sequence[str]) -> bool:
     """Makes a run unless `rows` has it, and adds it there and to the file; returns whether it reached its end."""
     if any((row["method"], row["learning_rate"], row["seed"]) == (method, rate, seed) for row in rows):
         return True
     folder = output / f"{method}-{rate}-{seed}"
     given = [*METHODS[method], "--learning_rate", rate, "--seed", str(seed), "--output_dir", str(folder), *fields]
     resumed = ["--resume_from_checkpoint"] if (folder / train.CHECKPOINT).is_file() else []
-    if not train.train(config.load(RECIPE, [*given, *resumed]), Console()):
+    if not train.train(config.load(recipe, [*given, *resumed]), Console()):
         return False
     evaluated = [row for row in read_metrics(folder / METRICS) if "eval_success" in row]
     summary = read_json(folder / SUMMARY)
@@ -89,7 +97,7 @@ def make(rows: list[Row], output: Path, method: str, rate: str, seed: int, field
             "versions": summary["versions"],
         }
     )
-    write_rows(RESULT, rows)
+    write_rows(result(recipe), rows)
     return True
 
 
@@ -120,8 +128,8 @@ def outcome(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Success over environment steps: a line for each method's mean, its 95 % interval, and a thin line a seed."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained", facecolor="white")
-    axes = figure.add_subplot(xlabel="million environment steps", ylabel="held-out success, %", ylim=(0, 100))
+    drawn = Figure(figsize=(6.4, 3.2), layout="constrained", facecolor="white")
+    axes = drawn.add_subplot(xlabel="million environment steps", ylabel="held-out success, %", ylim=(0, 100))
     for number, method in enumerate(METHODS):
         runs = list(counted(rows, method).values())
         steps = [count / 1e6 for count in runs[0]["environment_steps"]]
@@ -133,7 +141,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         axes.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
         axes.plot(steps, [point.mean for point in points], color=f"C{number}", label=method)
     axes.legend(frameon=False)
-    return figure
+    return drawn
 
 
 if __name__ == "__main__":

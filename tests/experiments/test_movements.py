@@ -1,4 +1,4 @@
-"""The comparison of movements in docs/episodic.md is what was measured."""
+"""The comparisons of movements in docs/episodic.md are what was measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 from experiments import movements
 from experiments.rows import read_rows
 
+#: The comparisons with all their runs.
+COMPLETE = ["tce-reach"]
 TINY = ["--iterations", "1", "--episodes", "2", "--eval_episodes", "2", "--num_envs", "2", "--updates", "1"]
 
 
-def test_figure_has_the_mean_of_each_method_and_each_seed() -> None:
-    rows = read_rows(movements.RESULT)
+@pytest.mark.parametrize("recipe", COMPLETE)
+def test_figure_has_the_mean_of_each_method_and_each_seed(recipe: str) -> None:
+    rows = read_rows(movements.result(recipe))
     (axes,) = movements.draw(rows).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}  # type: ignore[arg-type]
     for method in movements.METHODS:
@@ -24,14 +27,16 @@ def test_figure_has_the_mean_of_each_method_and_each_seed() -> None:
     assert len(axes.lines) == len(movements.METHODS) * (1 + len(movements.SEEDS))
 
 
-def test_page_has_the_table_and_the_figure() -> None:
-    page = (movements.DOCS / "episodic.md").read_text()
-    assert movements.outcome(read_rows(movements.RESULT)) in page
-    assert f"](assets/{movements.FIGURE.name})" in page and movements.FIGURE.is_file()
+@pytest.mark.parametrize("recipe", COMPLETE)
+def test_page_has_the_table_and_the_figure(recipe: str) -> None:
+    page, figure = (movements.DOCS / "episodic.md").read_text(), movements.figure(recipe)
+    assert movements.outcome(read_rows(movements.result(recipe))) in page
+    assert f"](assets/{figure.name})" in page and figure.is_file()
 
 
-def test_rate_is_the_best_of_the_tuning_seed() -> None:
-    rows = read_rows(movements.RESULT)
+@pytest.mark.parametrize("recipe", COMPLETE)
+def test_rate_is_the_best_of_the_tuning_seed(recipe: str) -> None:
+    rows = read_rows(movements.result(recipe))
     tuned = {(row["method"], row["learning_rate"]): row["success"][-1] for row in rows if row["seed"] == 0}
     assert sorted(tuned) == sorted((method, rate) for method, rate, _ in movements.tuning())
     for method, rate in movements.best_rates(rows).items():
@@ -39,10 +44,11 @@ def test_rate_is_the_best_of_the_tuning_seed() -> None:
 
 
 def test_a_run_is_made_once(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(movements, "RESULT", tmp_path / "movements.jsonl")
-    rows = read_rows(movements.RESULT)
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(movements, "DOCS", tmp_path)
+    rows = read_rows(movements.result("tce-reach"))
     assert rows == []
     for _ in range(2):
-        assert movements.make(rows, tmp_path / "runs", "clip", "1e-3", 7, TINY)
-    assert read_rows(movements.RESULT) == rows and len(rows) == 1
+        assert movements.make(rows, "tce-reach", tmp_path / "runs", "clip", "1e-3", 7, TINY)
+    assert read_rows(movements.result("tce-reach")) == rows and len(rows) == 1
     assert rows[0]["environment_steps"] == [0, 200] and len(rows[0]["success"]) == 2
