@@ -9,29 +9,17 @@ from transformers import AutoModelForCausalLM
 
 from experiments import overthinking, overthinking_smollm2
 from experiments.rows import Row, read_rows
-from troll.runs.toy_model import character_tokenizer, model_config
+from tests.runs.conftest import write_tiny_model
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
 TINY = ["--max_steps", "2", "--updates_per_rollout", "2", "--eval_steps", "2", "--eval_size", "16"]
 
 
-def chat_model(folder: Path) -> Path:
-    """A random Qwen3 of a few thousand parameters, with a chat template."""
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}={% endif %}"
-    )
-    config = model_config(tokenizer)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.head_dim = 16, 32, 1, 4
-    config.layer_types = ["full_attention"]
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_taught_model_is_trained_by_both_methods(tmp_path: Path) -> None:
-    model, start = chat_model(tmp_path / "model"), tmp_path / "start"
+    model, start = write_tiny_model(tmp_path / "model", CHAT_TEMPLATE), tmp_path / "start"
     overthinking_smollm2.teach(str(model), start, max_steps=2, use_cpu=True)
     before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (model, start))
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -31,8 +31,13 @@ SHORT = {
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Qwen3 of a few thousand parameters and the character tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def write_tiny_model(folder: Path, chat_template: str | None = None) -> Path:
+    """Writes such a model, and returns its folder."""
     tokenizer = character_tokenizer()
+    tokenizer.chat_template = chat_template
     config = model_config(tokenizer)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.head_dim = 16, 32, 1, 4
     config.layer_types = ["full_attention"]
