@@ -230,6 +230,9 @@ def updates(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str,
     make = maker(mode, models, folder)
     resumed = {"whole": interrupted(make, folder / "whole")}
     if mode == "ddp":
+        # Each rollout has all prompts.
+        epochs: dict[str, Any] = {"train_dataset": tiny.make_dataset(4), "per_device_train_batch_size": 4}
+        resumed["after an epoch"] = interrupted(make, folder / "epoch", **epochs)
         results: dict[str, Any] = {name: train(make, name, processes=2) for name in CASES}
         evaluations = [evaluate(make, *sizes) for sizes in EVALUATIONS]
         return results | {"error": fail(make), "evaluations": evaluations, "interrupted": resumed}

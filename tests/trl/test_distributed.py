@@ -110,6 +110,7 @@ def test_sharded_mixed_precision_does_not_round_log_probabilities(two_shards):
 def test_two_processes_resume_exactly(two_processes):
     for result in two_processes:
         assert_exact_resume(result["interrupted"]["whole"])
+        resumed_exactly(result["interrupted"]["after an epoch"])
 
 
 def test_two_shards_resume_exactly(two_shards):
