@@ -288,6 +288,11 @@ def test_rows_that_are_no_distribution_stay_nan():
     assert step.log_ratio.isnan().tolist() == [False, True, False]
 
 
+def test_a_row_that_is_no_distribution_keeps_its_first_token():
+    policy = troll.capture(torch.full((1, 3), torch.nan), torch.tensor([0]), top_k=3, mass_threshold=0)
+    assert Truncation(top_p=0.8).kept(policy).tolist() == [[True, False, False]]
+
+
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("cut_is_known", [True, False])

@@ -62,7 +62,9 @@ class Truncation:
             policy: At token positions (...), over the whole vocabulary.
         """
         log_probs, kept = policy.log_probs, policy.used
-        likely = log_probs >= log_probs[..., :1] + (math.log(self.min_p) if self.min_p else -torch.inf)
+        likely = torch.ones_like(kept)
+        if self.min_p:
+            likely = log_probs >= log_probs[..., :1] + math.log(self.min_p)
         if self.min_p_first:
             kept = kept & likely
         if self.top_k:
