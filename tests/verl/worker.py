@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import _init_utils
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessExitedException, start_processes
 from transformers import AttentionInterface
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
@@ -50,17 +51,32 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(world: int, job: Callable[..., Any], out: Path, *arguments: Any) -> Any:
-    """Runs a job in so many processes, and returns what rank 0 saved; what a process raises is raised."""
+    """Runs a job in so many processes, and returns what rank 0 saved; what a process raises is raised.
+
+    If one is killed by a signal, the error ends with the last lines that each wrote to standard error.
+    """
     # All jobs of a test process share one import of verl and Megatron, which takes longer than what they do.
     multiprocessing.set_forkserver_preload([__name__, "tests.verl.megatron_worker"])
     everything = (world, torch.get_num_threads(), get_free_port(), job, out, arguments)
-    start_processes(_process, everything, nprocs=world, start_method="forkserver")
+    errors = [_errors(out, rank) for rank in range(world)]
+    for file in errors:
+        file.touch()
+    try:
+        start_processes(_process, everything, nprocs=world, start_method="forkserver")
+    except ProcessExitedException as error:
+        for rank, file in enumerate(errors):
+            error.add_note("\n".join([f"rank {rank}:", *file.read_text().splitlines()[-30:]]))
+        raise
     return torch.load(out, weights_only=False)
 
 
 def _process(
     rank: int, world: int, threads: int, port: int, job: Callable[..., Any], out: Path, arguments: Any
 ) -> None:
+    # What a library writes before it aborts is lost in the output of all tests.
+    with _errors(out, rank).open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    faulthandler.enable()
     os.environ.update(place(rank, world, port))
     # As many as the tests have, whose bits it is compared with.
     torch.set_num_threads(threads)
@@ -69,6 +85,10 @@ def _process(
         torch.save(found, out)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _errors(out: Path, rank: int) -> Path:
+    return out.with_suffix(f".{rank}.txt")
 
 
 def trained(actor: Actor, batch: TensorDict, **options: Any) -> dict[str, Any]:
