@@ -230,12 +230,16 @@ def test_each_run_has_a_gpu_of_its_own(tmp_path, how, console, monkeypatch):
 
 def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert slots.gpus() == ["0", "1", "2"]
     seen = [environment["CUDA_VISIBLE_DEVICES"] for environment in slots.environments(4, 8, slots.gpus())]
     assert seen == ["0", "1", "2", "0"]
     assert [environment["OMP_NUM_THREADS"] for environment in slots.environments(3, 8, [])] == ["2"] * 3
     assert "CUDA_VISIBLE_DEVICES" not in slots.environments(1, 8, [])[0]
+    for limit, threads in [("1", "1"), ("4", "2"), ("", "2")]:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert slots.environments(3, 8, [])[0]["OMP_NUM_THREADS"] == threads
 
 
 def test_ctrl_c_while_a_process_starts_does_not_lose_it(tmp_path, how, console, monkeypatch):

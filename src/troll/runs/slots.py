@@ -95,9 +95,11 @@ def gpus() -> list[str]:
 def environments(jobs: int, cores: int, devices: Sequence[str]) -> list[dict[str, str]]:
     """The environment variables of each of `jobs` slots: an equal share of the cores, and one of the GPUs.
 
-    If there are more slots than GPUs, several slots share one. Without `devices`, no GPU is assigned.
+    A smaller `OMP_NUM_THREADS` of this process is kept, so that one can leave cores to other work. If there are more
+    slots than GPUs, several slots share one. Without `devices`, no GPU is assigned.
     """
-    shared = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
+    threads, limit = max(1, cores // jobs), os.environ.get("OMP_NUM_THREADS", "")
+    shared = os.environ | {"OMP_NUM_THREADS": str(min(threads, int(limit)) if limit.isdecimal() else threads)}
     if not devices:
         return [shared] * jobs
     return [shared | {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} for slot in range(jobs)]
