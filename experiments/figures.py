@@ -14,11 +14,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from experiments.analysis import Section
+from experiments import second
+from experiments.analysis import Method, Section
 from experiments.contest import rate_text
 from experiments.protocol import MARGIN, METHODS, REGIMES
 from troll.files import write_atomically
 from troll.runs.plot import COLOURS, LIGHT, STYLE
+from troll.runs.statistics import SeedMean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 Data = dict[str, Any]
 
 _MARKERS, _DASHES = "osD^vP", ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5)))
+#: The colour, mark and dashes of each method, in the figures of both parts.
+_PLACES = {label: place for place, label in enumerate(METHODS.values())}
+_PLACES |= {second.METHODS["bounded-penalty"].name: 4, second.METHODS["proximal"].name: 5}
 _STYLE = STYLE | {
     "figure.facecolor": LIGHT["card"],  # a page may be dark
     "axes.facecolor": LIGHT["card"],
@@ -52,14 +57,16 @@ class Drawing:
     caption: str
 
 
-def rates(sections: Sequence[Section]) -> Drawing:
-    """Success over the learning rate, with one panel for each regime."""
-    return Drawing(list(map(rate_data, sections)), draw_rates, "Held-out success over the learning rate")
+def rates(panels: Sequence[tuple[str, Sequence[Method]]]) -> Drawing:
+    """Success over the learning rate, with one panel for each regime, whose name and methods are given."""
+    data = [rate_data(title, methods) for title, methods in panels if methods]
+    return Drawing(data, draw_rates, "Held-out success over the learning rate")
 
 
-def contrasts(sections: Sequence[Section]) -> Drawing:
-    """TROLL minus each rival in each regime."""
-    return Drawing(contrast_data(sections), draw_contrasts, "TROLL minus each rival")
+def contrasts(base: str, rows: Sequence[tuple[str, str, SeedMean | None]]) -> Drawing:
+    """A method minus each rival in each regime, from the names of regime and rival and the difference."""
+    data = {"base": base, "rows": contrast_data(rows)}
+    return Drawing(data if data["rows"] else None, draw_contrasts, f"{base} minus each rival")
 
 
 def seeds(sections: Sequence[Section]) -> Drawing:
@@ -67,10 +74,10 @@ def seeds(sections: Sequence[Section]) -> Drawing:
     return Drawing(seed_data(sections), draw_seeds, "Held-out success of each seed, by method")
 
 
-def rate_data(section: Section) -> Data:
+def rate_data(title: str, methods: Sequence[Method]) -> Data:
     """Success over the learning rate: for each method its mean, and the quartiles over seeds, by rate."""
     lines = {}
-    for method in section.methods:
+    for method in methods:
         quartiles = [np.quantile(list(finals.values()), [0.25, 0.75]) for finals in method.by_rate.values()]
         lines[method.label] = {
             "rate": list(method.by_rate),
@@ -78,20 +85,20 @@ def rate_data(section: Section) -> Data:
             "low": [_rounded(low) for low, _ in quartiles],
             "high": [_rounded(high) for _, high in quartiles],
         }
-    return {"title": _name(section), "lines": lines}
+    return {"title": title, "lines": lines}
 
 
-def contrast_data(sections: Sequence[Section]) -> list[Data]:
-    """TROLL minus each rival in each regime, in points, with t intervals if there are two seeds."""
-    rows = []
-    for section in sections:
-        for contrast in section.contrasts:
-            if contrast.estimate.interval is not None:
-                low, high = contrast.estimate.interval
-                points = {"mean": contrast.estimate.mean, "low": low, "high": high}
-                names = {"regime": _name(section), "rival": contrast.second.label}
-                rows.append(names | {name: _rounded(100 * value) for name, value in points.items()})
-    return rows
+def contrast_data(rows: Sequence[tuple[str, str, SeedMean | None]]) -> list[Data]:
+    """Differences in points, with their t intervals, of those with two seeds."""
+    found = []
+    for regime, rival, estimate in rows:
+        if estimate is not None and estimate.interval is not None:
+            low, high = estimate.interval
+            points = {"mean": estimate.mean, "low": low, "high": high}
+            found.append(
+                {"regime": regime, "rival": rival} | {name: _rounded(100 * value) for name, value in points.items()}
+            )
+    return found
 
 
 def seed_data(sections: Sequence[Section]) -> list[Data]:
@@ -107,11 +114,6 @@ def seed_data(sections: Sequence[Section]) -> list[Data]:
         for method in section.methods
         for rate, finals in method.by_rate.items()
     ]
-
-
-def _name(section: Section) -> str:
-    """The regime's name, with a note if runs are missing, since a figure may be seen without the page."""
-    return REGIMES.get(section.regime, section.regime) + section.mark
 
 
 def draw_rates(panels: Sequence[Data]) -> Figure:
@@ -136,13 +138,14 @@ def _draw_lines(axes: Axes, panel: Data, labels: Sequence[str]) -> None:
     learning_rates = sorted({rate for line in lines.values() for rate in line["rate"]})
     ends = []
     for label, line in lines.items():
-        place = labels.index(label)
+        order = labels.index(label)
+        place = _PLACES.get(label, order)
         colour = LIGHT[COLOURS[place % len(COLOURS)]]
         # Side by side, or equal methods would hide each other.
-        x = [rate * 10 ** (0.03 * (place - (len(labels) - 1) / 2)) for rate in line["rate"]]
+        x = [rate * 10 ** (0.03 * (order - (len(labels) - 1) / 2)) for rate in line["rate"]]
         axes.vlines(x, line["low"], line["high"], color=colour, linewidth=1.2, alpha=0.55)
         style: dict[str, Any] = {"linestyle": _DASHES[place % len(_DASHES)], "marker": _MARKERS[place % len(_MARKERS)]}
-        main = place == 0
+        main = order == 0
         axes.plot(x, line["mean"], color=colour, linewidth=2.6 if main else 1.5, markersize=5, zorder=4 - main, **style)
         ends.append((label, x[-1], line["mean"][-1], colour))
     axes.set_xscale("log")
@@ -174,22 +177,22 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
     return found
 
 
-def draw_contrasts(data: Sequence[Data]) -> Figure:
+def draw_contrasts(data: Data) -> Figure:
     """Draws differences with their intervals, and the band within which methods count as equal."""
-    figure, axes, heights = _rows([(row["regime"], f"minus {row['rival']}") for row in data], 0.27)
+    base, rows = data["base"], data["rows"]
+    figure, axes, heights = _rows([(row["regime"], f"minus {row['rival']}") for row in rows], 0.27)
     margin = 100 * MARGIN
     axes.axvspan(-margin, margin, color=LIGHT["rule"], alpha=0.6, linewidth=0)
     axes.axvline(0, color=LIGHT["soft"], linewidth=0.8)
-    for row, y in zip(data, heights, strict=True):
-        place = [*METHODS.values()].index(row["rival"]) if row["rival"] in METHODS.values() else 0
-        colour = LIGHT[COLOURS[place % len(COLOURS)]]
+    for row, y in zip(rows, heights, strict=True):
+        colour = LIGHT[COLOURS[_PLACES.get(row["rival"], 0)]]
         axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.8)
         axes.plot(row["mean"], y, "o", color=colour, markersize=6)
-    ends = [abs(row[end]) for row in data for end in ("low", "high")]
+    ends = [abs(row[end]) for row in rows for end in ("low", "high")]
     reach = 1.08 * max(2 * margin, *ends)
     axes.set_xlim(-reach, reach)
     gap = "\N{EM SPACE}" * 2  # browsers show several plain spaces as one
-    axes.set_xlabel(f"← TROLL is worse{gap}points of held-out success{gap}TROLL is better →")
+    axes.set_xlabel(f"← {base} is worse{gap}points of held-out success{gap}{base} is better →")
     return figure
 
 

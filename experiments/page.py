@@ -2,28 +2,32 @@
 
 A template is a page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`, `{{contrasts}}`,
 `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{signal}}`, `{{data}}`;
-`{{figure robustness}}`, `{{figure contrasts}}`, and `{{figure TABLE}}`, that of a table's exploratory runs;
+`{{figure robustness}}`, `{{figure contrasts}}`, the same of the second part, `{{figure second-robustness}}` and
+`{{figure second-contrasts}}`, and `{{figure TABLE}}`, that of a table's exploratory runs;
 `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept and learned;
 `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any;
-`{{second TABLE}}`, the tuning of a regime of the second part; and within a sentence `{{REGIME METHOD}}`, a success, or
-`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at one.
+`{{second TABLE}}`, the runs of a regime of the second part, and `{{second hypotheses}}`; and within a sentence
+`{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
+rates or, with ` @ RATE`, at one. In the second part a regime is a table's name, and methods are the keys of
+`second.METHODS`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments import figures, second, tables
-from experiments.analysis import Section, exploratory_sections, primary_sections
+from experiments import figures, second, second_analysis, tables
+from experiments.analysis import Method, Section, exploratory_sections, primary_sections
 from experiments.protocol import METHODS, REGIMES
+from experiments.second_analysis import Contest
 from experiments.table import Result, read_csv
 from troll.files import read_json, write_atomically
-from troll.runs.statistics import paired_difference, seed_mean
+from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 #: The templates: a page of `docs/` each, by the same name.
 TEMPLATES = Path(__file__).with_name("pages")
@@ -91,6 +95,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     """
     first = {name: results for name, results in rows.items() if name not in second.REGIMES}
     primary = primary_sections(first, folder)
+    contests = {name: second_analysis.contest(name, rows.get(name, ())) for name in second.REGIMES}
     explored = exploratory_sections(first)
     asked = {" ".join(key.split()) for template in templates.values() for key in _PLACEHOLDER.findall(template)}
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
@@ -107,6 +112,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         "settings": lambda: [tables.settings(sections)],
         "moved": lambda: [tables.moved(sections)],
         "tabular": lambda: [tables.tabular(_measured(folder, "tabular-cpu").get("rows", []))],
+        "second hypotheses": lambda: [tables.second_hypotheses(contests)],
         "signal": lambda: [tables.signal(_measured(folder, "signal"))],
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
@@ -120,19 +126,27 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], pages))
         if kind == "second" and name in second.REGIMES:
-            return _block(key, [tables.second_tuning(name, rows.get(name, ()))])
+            return _block(key, [tables.second_runs(contests[name]), tables.second_tuning(name, rows.get(name, ()))])
         if kind == "kept" and name in REGIMES:
             return _block(key, [tables.kept(primary[name])])
         if key == "figure robustness":
-            return _block(key, [_figure("robustness", figures.rates(sections), pages)])
+            return _block(key, [_figure("robustness", figures.rates(list(map(_panel, sections))), pages)])
         if key == "figure contrasts":
-            return _block(key, [_figure("contrasts", figures.contrasts(sections), pages)])
+            return _block(key, [_figure("contrasts", figures.contrasts("TROLL", _contrasts(sections)), pages)])
+        if key == "figure second-robustness":
+            panels = [(each.title, [*each.methods.values()]) for each in contests.values()]
+            return _block(key, [_figure("second-robustness", figures.rates(panels), pages)])
+        if key == "figure second-contrasts":
+            drawing = figures.contrasts("the pull everywhere", tables.second_differences(contests.values()))
+            return _block(key, [_figure("second-contrasts", drawing, pages)])
         if kind == "figure" and name:
             return _block(key, [_figure(name, figures.seeds(explored.get(name, [])), pages)])
         if key in blocks:
             return _block(key, blocks[key]())
         if kind in REGIMES:
-            return _number(primary[kind], name)
+            return _number(kind, primary[kind], METHODS, name)
+        if kind in second.REGIMES:
+            return _number(kind, contests[kind], second.METHODS, name)
         raise ValueError(f"the template asks for {{{{{key}}}}}, which is unknown: experiments/page.py has the list")
 
     pages.texts.update({name: _PLACEHOLDER.sub(fill, template) for name, template in templates.items()})
@@ -147,9 +161,18 @@ def _regime(section: Section, pages: Pages) -> list[str]:
     if not section.methods:
         parts = ["*No counted runs yet.*"]
     else:
-        parts = [f"*{tables.status(section)}*", _figure(section.regime, figures.rates([section]), pages)]
+        parts = [f"*{tables.status(section)}*", _figure(section.regime, figures.rates([_panel(section)]), pages)]
         parts += [tables.by_rate(section), tables.secondary(section)]
     return parts + ([tables.tuning(section)] if section.tuning else [])
+
+
+def _panel(section: Section) -> tuple[str, Sequence[Method]]:
+    """The regime's name, with a note if runs are missing, since a figure may be seen without the page."""
+    return REGIMES.get(section.regime, section.regime) + section.mark, section.methods
+
+
+def _contrasts(sections: Sequence[Section]) -> list[tuple[str, str, SeedMean | None]]:
+    return [(_panel(each)[0], one.second.label, one.estimate) for each in sections for one in each.contrasts]
 
 
 def _explored(table: str, sections: Sequence[Section], pages: Pages) -> list[str]:
@@ -169,13 +192,13 @@ def _figure(name: str, drawing: figures.Drawing, pages: Pages) -> str:
     return f"![{drawing.caption}; the numbers are in the tables](results/{name}.svg)"
 
 
-def _number(section: Section, wanted: str) -> str:
+def _number(regime: str, section: Section | Contest, known: Collection[str], wanted: str) -> str:
     """A success, or a difference with its interval."""
     names, _, rate = wanted.partition(" @ ")
-    first, minus, second = names.partition(" - ")
-    if unknown := {first, second or first} - set(METHODS):
-        raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
-    finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, second) if name]
+    first, minus, other = names.partition(" - ")
+    if unknown := {first, other or first} - set(known):
+        raise ValueError(f"the template asks for {{{{{regime} {wanted}}}}}: {unknown.pop()!r} is no method")
+    finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, other) if name]
     found = paired_difference(finals, others[0]) if minus else seed_mean(list(finals.values())) if finals else None
     if found is None:
         return "(no runs yet)"

@@ -9,6 +9,7 @@ from statistics import fmean
 from scipy import stats
 
 from experiments import second
+from experiments.analysis import Method
 from experiments.collect import identity_of
 from experiments.inference import holm, sign_flip_p_value
 from experiments.protocol import LEVEL, MARGIN
@@ -88,11 +89,31 @@ class Contest:
 
     Attributes:
         regime: The regime, with its planned rates and seeds.
-        finals: Final success by method, learning rate and seed.
+        methods: The methods' runs by their keys in `second.METHODS`, as far as there are any.
     """
 
     regime: second.Regime
-    finals: Mapping[str, Mapping[float, Mapping[int, float]]]
+    methods: Mapping[str, Method]
+
+    @property
+    def mark(self) -> str:
+        """What follows the regime's name, or one of its numbers, while runs are missing."""
+        return "" if self.complete else " (interim)"
+
+    @property
+    def title(self) -> str:
+        """The regime's name, with the mark."""
+        return self.regime.name + self.mark
+
+    @property
+    def size(self) -> int:
+        """The number of runs."""
+        return sum(method.size for method in self.methods.values())
+
+    @property
+    def planned(self) -> int:
+        """The number of runs that the protocol wants."""
+        return len(second.METHODS) * len(self.rates) * len(self.regime.seeds)
 
     @property
     def added_rates(self) -> set[float]:
@@ -100,7 +121,7 @@ class Contest:
         planned = self.regime.rates
         if not self._has(planned):
             return set()
-        best = {max(planned, key=lambda rate: fmean(runs[rate].values())) for runs in self.finals.values()}
+        best = {max(planned, key=method.means.__getitem__) for method in self.methods.values()}
         return {self.regime.added_rates[rate] for rate in best & self.regime.added_rates.keys()}
 
     @property
@@ -113,20 +134,22 @@ class Contest:
         """Whether all runs of the protocol are there."""
         return self._has(self.rates)
 
-    def best_rate(self, method: str) -> float:
-        """The rate of a method's best mean over all seeds; of equal ones the lowest."""
-        means = {rate: fmean(finals.values()) for rate, finals in sorted(self.finals[method].items())}
-        return max(means, key=means.__getitem__)
-
     @property
     def fast_rate(self) -> float | None:
         """The rate above the clip's best one, about three times it; None if there is none."""
-        best = self.best_rate("clip")
+        best = self.methods["clip"].best_rate
         return min((rate for rate in self.rates if rate > best), default=None)
+
+    def finals(self, method: str, rate: float | None = None) -> Mapping[int, float]:
+        """A method's final success by seed, at one rate or at its best one; empty without runs."""
+        found = self.methods.get(method)
+        return found.by_rate.get(rate or found.best_rate, {}) if found else {}
 
     def _has(self, rates: Sequence[float]) -> bool:
         seeds = set(self.regime.seeds)
-        return all(self.finals[method].get(rate, {}).keys() >= seeds for method in second.METHODS for rate in rates)
+        return self.methods.keys() == second.METHODS.keys() and all(
+            method.runs.get(rate, {}).keys() >= seeds for method in self.methods.values() for rate in rates
+        )
 
 
 def contest(table: str, rows: Sequence[Result]) -> Contest:
@@ -141,18 +164,23 @@ def contest(table: str, rows: Sequence[Result]) -> Contest:
             only later.
     """
     best = chosen(candidates(table, rows))
-    places = {one.place: method for method, one in best.items()}
-    finals: dict[str, dict[float, dict[int, float]]] = {method: {} for method in second.METHODS}
+    keys = {one.place: method for method, one in best.items()}
+    runs: dict[str, dict[float, dict[int, Result]]] = {}
     for row in rows:
         if row.phase == "counted":
-            if _place(row) not in places:
+            if _place(row) not in keys:
                 raise ValueError(
                     f"{table}: a counted run of {row.surrogate} with seed {row.seed} has a configuration that the "
                     "tuning did not choose"
                 )
-            finals[places[_place(row)]].setdefault(row.learning_rate, {})[row.seed] = row.success_after
-    found = Contest(second.REGIMES[table], finals)
-    if unplanned := {rate for by_rate in finals.values() for rate in by_rate} - set(found.rates):
+            runs.setdefault(keys[_place(row)], {}).setdefault(row.learning_rate, {})[row.seed] = row
+    methods = {
+        key: Method(method.surrogate, best[key].place[-1], method.name, dict(sorted(runs[key].items())))
+        for key, method in second.METHODS.items()
+        if key in runs
+    }
+    found = Contest(second.REGIMES[table], methods)
+    if unplanned := {rate for method in methods.values() for rate in method.runs} - set(found.rates):
         raise ValueError(
             f"{table}: counted runs at {min(unplanned):g}, which the protocol adds only when all runs at the planned "
             "rates are there and a method is best at that end"
@@ -220,9 +248,7 @@ def hypotheses(contests: Mapping[str, Contest]) -> list[Hypothesis]:
             if not found.complete or (fast and found.fast_rate is None):
                 return []
             for rival in rivals:
-                fast_rate = found.fast_rate if fast else None
-                rates = fast_rate or found.best_rate(second.NEW), fast_rate or found.best_rate(rival)
-                made.append(_test(found, table, rival, rates, margin))
+                made.append(_test(found, table, rival, found.fast_rate if fast else None, margin))
         return made
 
     first = Hypothesis("H1", tests(list(second.REGIMES), second.PENALTIES, fast=False, margin=MARGIN))
@@ -236,10 +262,11 @@ def hypotheses(contests: Mapping[str, Contest]) -> list[Hypothesis]:
     return [first, *(replace(one, corrected=value) for one, value in zip(others, corrected, strict=True))]
 
 
-def _test(found: Contest, table: str, rival: str, rates: tuple[float, float], margin: float) -> PairedTest:
+def _test(found: Contest, table: str, rival: str, rate: float | None, margin: float) -> PairedTest:
     """With a margin, a t test that the difference is above −margin; else sign flips, that it is above 0."""
-    first, second_finals = found.finals[second.NEW][rates[0]], found.finals[rival][rates[1]]
-    estimate, differences = paired_difference(first, second_finals), seed_differences(first, second_finals)
+    rates = rate or found.methods[second.NEW].best_rate, rate or found.methods[rival].best_rate
+    finals = found.finals(second.NEW, rate), found.finals(rival, rate)
+    estimate, differences = paired_difference(*finals), seed_differences(*finals)
     assert estimate is not None  # a complete regime has all seeds
     if margin:
         p_value = float(stats.ttest_1samp(differences, -margin, alternative="greater").pvalue)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -10,6 +10,7 @@ from experiments import second, second_analysis
 from experiments.analysis import Method, Section, lead_shrinks
 from experiments.contest import counts_text, range_text, rate_text
 from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES, letter
+from experiments.second_analysis import Contest
 from experiments.table import Result
 from troll.evaluation.estimators import Interval
 from troll.runs.comparison_tables import estimate_text, markdown_table
@@ -226,6 +227,56 @@ def second_tuning(table_name: str, rows: Sequence[Result]) -> str:
     )
     head = ["method", "configuration", *map(rate_text, rates), "mean", "chosen"]
     return f"*{name}: {status}.*\n\n{table(head, lines)}"
+
+
+def second_runs(found: Contest) -> str:
+    """Success of each method of the second part at each rate, in the counted runs of a regime."""
+    status = f"{found.size} of {found.planned} counted runs" + ("" if found.complete else "; interim")
+    if added := sorted(found.added_rates):
+        status += (
+            f". A method is best at an end of the planned range, so {' and '.join(map(rate_text, added))} is added"
+        )
+    head = ["", *map(rate_text, found.rates)]
+    rows = [
+        [method.label, *(_cell(list(method.runs.get(rate, {}).values())) for rate in found.rates)]
+        for method in found.methods.values()
+    ]
+    return f"*{found.regime.name}: {status}.*\n\n{table(head, rows)}"
+
+
+def second_differences(contests: Iterable[Contest]) -> list[tuple[str, str, SeedMean | None]]:
+    """The new method minus each rival, each at its best rate: names of the regime and the rival, and the difference."""
+    return [
+        (found.title, method.label, paired_difference(found.finals(second.NEW), found.finals(key)))
+        for found in contests
+        for key, method in found.methods.items()
+        if second.NEW in found.methods and key != second.NEW
+    ]
+
+
+def second_hypotheses(contests: Mapping[str, Contest]) -> str:
+    """The tests of the second part's hypotheses, and their verdicts; one whose runs are missing has no tests."""
+    head = ["hypothesis", "regime", "pull everywhere minus", "rates", "difference", "p, one-sided"]
+    head += ["p of the hypothesis", "verdict"]
+    rows = []
+    for one in second_analysis.hypotheses(contests):
+        decisive = one.p_value if one.corrected is None else one.corrected
+        if not one.tests:
+            rows.append([one.name, *[NOTHING] * 6, "open"])
+        for number, test in enumerate(one.tests):
+            rates = " and ".join(map(rate_text, dict.fromkeys(test.rates)))
+            rows.append(
+                [
+                    one.name,
+                    contests[test.table].regime.name.partition(" ")[0],
+                    second.METHODS[test.rival].name,
+                    rates,
+                    difference(test.estimate),
+                    p_value(test.p_value),
+                    *([NOTHING] * 2 if number else [p_value(decisive), _holds(one.holds)]),
+                ]
+            )
+    return table(head, rows)
 
 
 def tabular(rows: Sequence[Mapping[str, Any]]) -> str:

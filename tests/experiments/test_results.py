@@ -431,7 +431,7 @@ def second_contests(**means: dict[str, list[float]]) -> dict[str, second_analysi
 def test_second_part_of_equal_methods_confirms_only_that_the_new_one_is_no_worse() -> None:
     contests = second_contests()
     assert all(contest.complete for contest in contests.values())
-    assert contests["second-a"].best_rate("clip") == 3e-4 and contests["second-a"].fast_rate == 1e-3
+    assert contests["second-a"].methods["clip"].best_rate == 3e-4 and contests["second-a"].fast_rate == 1e-3
     first, *others = second_analysis.hypotheses(contests)
     # The differences are all 0: no less than -5 points for sure, and not above 0.
     assert (first.holds, len(first.tests), [one.holds for one in others]) == (True, 6, [False] * 3)
@@ -457,11 +457,35 @@ def test_second_part_that_loses_in_one_regime_does_not_confirm_it() -> None:
 
 def test_second_part_is_open_until_all_its_runs_are_there() -> None:
     contests = second_contests()
-    contests["second-b"].finals["clip"][1e-4].pop(20)  # type: ignore[attr-defined]
+    contests["second-b"].methods["clip"].runs[1e-4].pop(20)  # type: ignore[attr-defined]
     assert [one.holds for one in second_analysis.hypotheses(contests)] == [None, None, False, None]
     faster = {**EQUAL, "clip": [0.25, 0.3, 0.5]}
     contests = second_contests(a=faster)
     assert contests["second-a"].added_rates == {3e-3} and not contests["second-a"].complete
+
+
+def test_page_shows_the_second_parts_runs_tests_and_differences(tmp_path: Path) -> None:
+    better = {**EQUAL, "proximal": [0.25, 0.5, 0.4]}
+    rows = {name: second_rows(name, better if name != "second-d" else EQUAL, chosen=1) for name in second.REGIMES}
+    template = """{{second second-a}} {{second hypotheses}} {{figure second-robustness}} {{figure second-contrasts}}
+        Ahead by {{second-a proximal - penalty @ 1e-3}}; the clip has {{second-d clip}}."""
+    text, drawings = fill(rows, tmp_path, template)
+    assert "*(a) 8 updates a rollout: 300 of 300 counted runs.*" in text
+    assert "| KL penalty, bounded | 26.6 ± 1.3 (20) | 51.6 ± 1.3 (20) | 26.6 ± 1.3 (20) |" in text
+    assert "| H1 | (a) | KL penalty | 3e-4 | +0.0 [+0.0, +0.0] | < 0.001 | < 0.001 | holds |" in text
+    assert "| H2 | (a) | KL penalty | 1e-3 | +15.0 [+15.0, +15.0] | < 0.001 | < 0.001 | holds |" in text
+    assert "| H2 | (b) | KL penalty, bounded | 3e-4 | +15.0 [+15.0, +15.0] | < 0.001 | – | – |" in text
+    assert "| H3 | (d) | clip | 1e-4 | +0.0 [+0.0, +0.0] | 1.000 | 1.000 | not confirmed |" in text
+    assert "Ahead by +15.0 points [+15.0, +15.0]; the clip has 51.7 [50.7, 52.7] %." in text
+    assert [panel["title"][:3] for panel in drawings["second-robustness"].data] == ["(a)", "(b)", "(d)"]
+    drawn = drawings["second-contrasts"].data
+    assert len(drawn["rows"]) == 12 and {row["mean"] for row in drawn["rows"]} == {0.0}
+    rows["second-b"] = [row for row in rows["second-b"] if (row.surrogate, row.seed) != ("clip", 20)]
+    text, _ = fill(rows, tmp_path, "{{second second-b}} {{second hypotheses}} {{second-b clip}}")
+    assert "297 of 300 counted runs; interim.*" in text and "| H1 | – | – | – | – | – | – | open |" in text
+    assert text.endswith(" % (interim)")
+    with pytest.raises(ValueError, match="'regression' is no method"):
+        fill(rows, tmp_path, "{{second-b regression}}")
 
 
 def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration(tmp_path: Path) -> None:
@@ -754,7 +778,8 @@ def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
 
 
 def test_lines_are_drawn_where_the_data_are(tmp_path: Path) -> None:
-    data = figures.rate_data(analysis.primary_sections({"one": study(tmp_path)}, tmp_path)[REGIME])
+    section = analysis.primary_sections({"one": study(tmp_path)}, tmp_path)[REGIME]
+    data = figures.rate_data("", section.methods)
     axes = figures.draw_rates([data]).axes[0]
     assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [
         line["mean"] for line in data["lines"].values()
