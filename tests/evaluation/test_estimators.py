@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from troll.evaluation.estimators import (
-    clustered_interval,
-    majority_vote,
-    pass_at_k,
-    task_estimates,
-    wilson_interval,
-)
+from troll.evaluation.estimators import clustered_interval, majority_vote, pass_at_k, task_estimates, wilson_interval
 from troll.rewards.grading import Verdict
 
 

@@ -115,10 +115,7 @@ def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
     assert read_records(path, [(0, 0), (0, 1)], 1) == records
 
 
-@pytest.mark.parametrize(
-    ("line", "damage"),
-    [(1, b"not JSON\n"), (2, b'{"problem": 2}\n'), (2, b"[]\n")],
-)
+@pytest.mark.parametrize(("line", "damage"), [(1, b"not JSON\n"), (2, b'{"problem": 2}\n'), (2, b"[]\n")])
 def test_damage_is_named(tmp_path: Path, line: int, damage: bytes) -> None:
     path = tmp_path / "x.jsonl"
     written(path, 6)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trl.tiny import adapted
@@ -41,11 +41,9 @@ def test_an_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path) ->
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     ids = torch.tensor([[4, 5, 6]])
     plain = base(ids).logits.detach().clone()
-    adapted = get_peft_model(
-        base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    )
-    expected = adapted(ids).logits
-    adapted.save_pretrained(str(tmp_path / "adapter"))
+    trained = adapted(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    expected = trained(ids).logits
+    trained.save_pretrained(str(tmp_path / "adapter"))
 
     source = find_model(str(tmp_path / "adapter"))
     assert (source.path, source.base) == (str(tmp_path / "adapter"), str(tiny_model))

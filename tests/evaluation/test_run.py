@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from peft import LoraConfig
@@ -153,18 +154,10 @@ def test_unscored_completions_are_counted_and_judged_again(settings, letters, co
 def test_an_interrupted_evaluation_goes_on_exactly(settings, tmp_path, console, monkeypatch, after):
     whole = settings(output_dir=tmp_path / "whole")
     assert evaluate(whole, console)
-    generate, calls = TransformersGenerator.generate, 0
-
-    def interrupted(self: TransformersGenerator, *arguments: Any) -> list[Generation]:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise KeyboardInterrupt
-        return generate(self, *arguments)
-
+    calls = iter([TransformersGenerator.generate] * after + [Mock(side_effect=KeyboardInterrupt)])
     config = settings()
     with monkeypatch.context() as patched:
-        patched.setattr(TransformersGenerator, "generate", interrupted)
+        patched.setattr(TransformersGenerator, "generate", lambda *arguments: next(calls)(*arguments))
         assert not evaluate(config, console)
     partial = results_of(config.folder)
     assert partial["status"] == "interrupted"
@@ -263,10 +256,7 @@ def test_the_context_bounds_completions_by_default(settings: Settings) -> None:
 
 
 def test_a_failed_evaluation_leaves_its_folder(settings, console, monkeypatch):
-    def out_of_memory(*_: Any) -> list[Generation]:
-        raise MemoryError
-
-    monkeypatch.setattr(TransformersGenerator, "generate", out_of_memory)
+    monkeypatch.setattr(TransformersGenerator, "generate", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         evaluate(settings(), console)
     assert results_of(settings().folder)["status"] == "failed"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -65,16 +65,11 @@ def test_a_file_that_is_something_else_is_one_line(tmp_path: Path, text: str, re
 
 
 def test_the_hub_has_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def download(name: str, file: str, revision: str | None) -> str:
-        asked.append((name, file, revision))
-        return str(tmp_path / file)
-
+    download = Mock(return_value=str(tmp_path / TASK_FILE))
     monkeypatch.setattr(module, "hf_hub_download", download)
     TRAINED.write(tmp_path)
     assert find_training_task("you/model", "v2") == TRAINED
-    assert asked == [("you/model", TASK_FILE, "v2")]
+    download.assert_called_once_with("you/model", TASK_FILE, revision="v2")
 
 
 def test_find_training_task_ignores_local_files_of_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +84,5 @@ def test_find_training_task_ignores_local_files_of_uploads(tmp_path: Path, monke
     "error", [EntryNotFoundError(), LocalEntryNotFoundError("not cached"), ConnectionError(), ValueError()]
 )
 def test_a_hub_without_it_or_out_of_reach_has_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*_: Any, **__: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(module, "hf_hub_download", download)
+    monkeypatch.setattr(module, "hf_hub_download", Mock(side_effect=error))
     assert find_training_task("you/model") is None

@@ -1,11 +1,9 @@
-"""vLLM cannot be installed here: a stand-in with its signatures takes its place."""
+"""A stand-in takes the place of vLLM, and keeps what it is asked."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,37 +16,6 @@ from troll.evaluation import vllm
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
 from troll.evaluation.model import ModelSource
-
-
-@dataclass
-class SamplingParams:
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    detokenize: bool = True
-
-
-@dataclass
-class LoRARequest:
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-
-@dataclass
-class CompletionOutput:
-    index: int
-    token_ids: Sequence[int]
-    finish_reason: str | None
-
-
-@dataclass
-class RequestOutput:
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
 
 
 class Tokenizer:
@@ -64,53 +31,28 @@ END = 0
 class LLM:
     made: dict[str, Any]
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        enable_lora: bool = False,
-        max_lora_rank: int = 16,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        LLM.made = {"model": model, "dtype": dtype, "max_model_len": max_model_len}
-        LLM.made |= {"revision": revision, "trust_remote_code": trust_remote_code}
-        LLM.made |= {"enable_lora": enable_lora, "max_lora_rank": max_lora_rank}
+    def __init__(self, **settings: Any) -> None:
+        LLM.made = settings
 
-    def generate(
-        self,
-        prompts: Sequence[dict[str, list[int]]],
-        sampling_params: Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-    ) -> list[RequestOutput]:
-        assert sampling_params is not None
+    def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
         assert not use_tqdm
-        LLM.made |= {"sampling_params": list(sampling_params), "lora_request": lora_request}
+        LLM.made |= {"sampling_params": sampling_params, "lora_request": lora_request}
         return [
-            RequestOutput(
-                prompt["prompt_token_ids"],
-                [
-                    CompletionOutput(
-                        0,
-                        prompt["prompt_token_ids"] * (parameters.seed or 0) + [END],
-                        "length" if parameters.seed == parameters.max_tokens else "stop",
-                    )
-                ],
-            )
+            SimpleNamespace(outputs=[self.completion(prompt["prompt_token_ids"], parameters)])
             for prompt, parameters in zip(prompts, sampling_params, strict=True)
         ]
+
+    def completion(self, ids: list[int], parameters: Any) -> Any:
+        reason = "length" if parameters.seed == parameters.max_tokens else "stop"
+        return SimpleNamespace(token_ids=ids * parameters.seed + [END], finish_reason=reason)
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, lora, request = ModuleType("vllm"), ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
-    vars(package).update(LLM=LLM, SamplingParams=SamplingParams, __spec__=object())
-    vars(request).update(LoRARequest=LoRARequest)
-    for name, module in (("vllm", package), ("vllm.lora", lora), ("vllm.lora.request", request)):
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request")}
+    vars(modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace, __spec__=object())
+    vars(modules["vllm.lora.request"]).update(LoRARequest=lambda *arguments: arguments)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -124,15 +66,14 @@ def test_each_completion_is_a_request_with_its_own_seed() -> None:
         Generation("1 2 1 2 1 2", 7, True),
         Generation("3 3 3 3 0", 5, False),
     ]
-    assert LLM.made.pop("sampling_params") == [SamplingParams(1, 0.6, 0.95, 20, seed, 4, False) for seed in (2, 3, 4)]
+    asked = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 4, "detokenize": False}
+    assert LLM.made.pop("sampling_params") == [SimpleNamespace(**asked, seed=seed) for seed in (2, 3, 4)]
     assert LLM.made == {
         "model": "some/model",
         "dtype": "bfloat16",
         "max_model_len": 300,
         "revision": "v2",
         "trust_remote_code": True,
-        "enable_lora": False,
-        "max_lora_rank": 16,
         "lora_request": None,
     }
 
@@ -148,7 +89,7 @@ def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -
     engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)
     engine.generate([[1]], [1])
     assert (LLM.made["model"], LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == ("base", True, supported)
-    assert LLM.made["lora_request"] == LoRARequest("adapter", 1, "folder")
+    assert LLM.made["lora_request"] == ("adapter", 1, "folder")
 
 
 @pytest.mark.usefixtures("installed")

@@ -4,14 +4,7 @@ import time
 import pytest
 
 from tests.rewards import datasets
-from troll.rewards.program import (
-    MAX_PROGRAM,
-    CodeTests,
-    FunctionTests,
-    StreamTests,
-    parse_tests,
-    read_program,
-)
+from troll.rewards.program import MAX_PROGRAM, CodeTests, FunctionTests, StreamTests, parse_tests, read_program
 
 TESTS = parse_tests(json.dumps({"asserts": ["assert f(1) == 2"]}))
 STREAM = parse_tests(json.dumps({"inputs": [""], "outputs": [""]}))
@@ -148,10 +141,7 @@ def test_reading_takes_linear_time(text):
             FunctionTests("f", ([1], [2, {"a": None}]), (1, [2])),
         ),
         ('{"inputs": ["1\\n"], "outputs": ["2"]}', StreamTests(("1\n",), ("2",))),
-        (
-            '{"inputs": ["1\\n"], "outputs": ["2"], "compare": "numbers"}',
-            StreamTests(("1\n",), ("2",), "numbers"),
-        ),
+        ('{"inputs": ["1\\n"], "outputs": ["2"], "compare": "numbers"}', StreamTests(("1\n",), ("2",), "numbers")),
         ('{"asserts": ["assert f()"], "plain": true}', CodeTests(("assert f()",), "", (), ("f",), (), plain=True)),
     ],
 )

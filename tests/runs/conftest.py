@@ -1,12 +1,11 @@
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from troll.runs.toy_model import character_tokenizer, model_config
 
@@ -47,9 +46,13 @@ def write_tiny_model(folder: Path, chat_template: str | None = None) -> Path:
     return folder
 
 
-def short(model: Path, folder: Path) -> list[str]:
+def short(model: Path, folder: Path, **changed: object) -> list[str]:
     """Overrides for a short run of any recipe."""
-    settings = SHORT | {"model_name_or_path": model, "output_dir": folder}
+    return overrides(SHORT | {"model_name_or_path": model, "output_dir": folder} | changed)
+
+
+def overrides(settings: dict[str, Any]) -> list[str]:
+    """Settings as a command has them."""
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
@@ -60,17 +63,9 @@ def short_run(tiny_model: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def chat_model(tiny_model: Path, tmp_path: Path) -> Callable[[str | None], Path]:
-    """Makes a copy of the tiny model with a chat template."""
-
-    def make(template: str | None) -> Path:
-        folder = shutil.copytree(tiny_model, tmp_path / "model")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return make
+def chat_model(tmp_path: Path) -> Callable[[str | None], Path]:
+    """Writes the tiny model with a chat template."""
+    return lambda template: write_tiny_model(tmp_path / "model", template)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

@@ -5,16 +5,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from rich.console import Console
 
-from tests.runs.conftest import SHORT
+from tests.runs.conftest import short
+from tests.troll_sandbox.processes import wait_until
 from troll import cli
 from troll.recipes import RecipeError
 from troll.runs import compare as module
@@ -65,11 +66,8 @@ def how(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     behaviour: dict[str, str] = {}
 
     def arguments(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
-        resumed = "" if checkpoint is None else f"{checkpoint.name} "
-        return [
-            *(str(output), yaml.safe_dump(run.settings), str(run.recipe.training.seed)),
-            *(behaviour.get(run.name, ""), resumed),
-        ]
+        settings, seed = yaml.safe_dump(run.settings), str(run.recipe.training.seed)
+        return [str(output), settings, seed, behaviour.get(run.name, ""), f"{checkpoint.name} " if checkpoint else ""]
 
     monkeypatch.setattr(module, "_arguments", arguments)
     monkeypatch.setattr(module, "model_path", lambda recipe: "")
@@ -188,7 +186,7 @@ def test_a_run_that_was_left_behind_keeps_the_lock(tmp_path: Path, how: dict[str
         with pytest.raises(RecipeError, match="at work"), module._locked(tmp_path):
             pass
         assert slot.exit_code() == -signal.SIGKILL
-        wait_for_end(pid)
+        wait_until(lambda: has_ended(pid))
     finally:
         slot.kill()
     with module._locked(tmp_path):
@@ -212,7 +210,7 @@ def test_runs_share_a_worker_and_the_death_of_one_stops_no_other(tmp_path, how, 
         assert f"{end}  quickstart-seed={seed}" in text_of(console)
     workers = [(folder / f"quickstart-seed={seed}" / "worker").read_text() for seed in range(4)]
     assert workers[0] == workers[1] == workers[2] != workers[3]
-    wait_for_end(int((folder / "quickstart-seed=2" / "waiting").read_text()))
+    wait_until(lambda: has_ended(int((folder / "quickstart-seed=2" / "waiting").read_text())))
 
 
 def test_each_run_has_a_gpu_of_its_own(tmp_path, how, console, monkeypatch):
@@ -267,21 +265,15 @@ def test_square_brackets_are_no_markup(tmp_path: Path, how: dict[str, str], cons
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and path.read_text(), 60)
 
 
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return  # killed; whoever adopted it has not looked yet
-        except FileNotFoundError:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{pid} is still there")
+def has_ended(pid: int) -> bool:
+    try:
+        # A zombie is killed; whoever adopted it has not looked yet.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def interrupt_when(*moments: list[Path]) -> threading.Thread:
@@ -322,7 +314,7 @@ def test_the_second_ctrl_c_kills(tmp_path: Path, how: dict[str, str], console: C
     thread = interrupt_when([run / "waiting"], [run / "asked"])
     assert compare(grid(), tmp_path / "all", console, jobs=1) == "interrupted"
     thread.join()
-    wait_for_end(int((run / "waiting").read_text()))
+    wait_until(lambda: has_ended(int((run / "waiting").read_text())))
     assert not (run / "summary.json").exists()
     assert "stopping 1 runs; Ctrl-C again kills them" in text_of(console)
 
@@ -334,10 +326,7 @@ def test_nothing_starts_before_the_whole_grid_is_valid(tmp_path: Path, how: dict
 
 
 def test_a_model_that_cannot_be_made_is_told_before_any_run(tmp_path, how, console, monkeypatch):
-    def refuse(recipe: object) -> str:
-        raise RecipeError("no model")
-
-    monkeypatch.setattr(module, "model_path", refuse)
+    monkeypatch.setattr(module, "model_path", Mock(side_effect=RecipeError("no model")))
     with pytest.raises(RecipeError, match="no model"):
         compare(grid(), tmp_path / "all", console)
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["compare.json", "compare.lock"]
@@ -352,14 +341,11 @@ def test_on_a_terminal_bars_show_the_steps(tmp_path: Path, how: dict[str, str]) 
 
 @pytest.mark.slow
 def test_real_runs_stop_on_ctrl_c_and_go_on(tiny_model: Path, tmp_path: Path) -> None:
-    settings = SHORT | {"model_name_or_path": tiny_model, "output_dir": tmp_path / "all", "max_steps": 40}
     command = [sys.executable, "-m", "troll.cli", "compare", "quickstart", "--surrogate", "troll", "clip"]
-    command += ["--seeds", "2", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+    command += ["--seeds", "2", *short(tiny_model, tmp_path / "all", max_steps=40)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     first = tmp_path / "all" / "quickstart-troll-seed=0"
-    deadline = time.monotonic() + 300
-    while not list(first.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: list(first.glob("checkpoint-*/trainer_state.json")), 300)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, output

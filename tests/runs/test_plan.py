@@ -3,12 +3,14 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 
+from tests.runs.conftest import overrides
 from tests.runs.test_memory import ACCURACY, peak_of_one
 from troll import cli, recipes
 from troll.recipes import RecipeError
@@ -217,13 +219,7 @@ def test_every_recipe_has_a_shape_and_at_least_two_updates_a_rollout(name: str) 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_train_refuses_what_a_gpu_cannot_hold_before_it_loads_the_model(short_run, monkeypatch, on_gpu, capsys):
-    class Loaded(Exception):
-        pass
-
-    def load(*_: Any) -> None:
-        raise Loaded
-
-    monkeypatch.setattr(build, "_trainer", load)
+    monkeypatch.setattr(build, "_trainer", Mock(side_effect=ZeroDivisionError))
     monkeypatch.setattr(build, "this_machine", lambda args: machine(1e-5, on_gpu))
     monkeypatch.setattr(Plan, "_lower", lambda found: None)  # remedies take long to look for, and have tests above
     recipe = recipes.load("quickstart", short_run)
@@ -231,7 +227,7 @@ def test_train_refuses_what_a_gpu_cannot_hold_before_it_loads_the_model(short_ru
         with pytest.raises(RecipeError, match=r"takes up to .* GiB, and a GPU of 1e-05 GiB is all there is"):
             train(recipe, Console())
     else:
-        with pytest.warns(UserWarning, match="is all there is"), pytest.raises(Loaded):
+        with pytest.warns(UserWarning, match="is all there is"), pytest.raises(ZeroDivisionError):
             train(recipe, Console())
     printed = capsys.readouterr().out
     assert printed.startswith("memory      at most ")
@@ -239,10 +235,8 @@ def test_train_refuses_what_a_gpu_cannot_hold_before_it_loads_the_model(short_ru
 
 
 def test_train_goes_on_with_a_model_that_cannot_be_estimated(short_run, monkeypatch):
-    def unknown(*_: Any) -> None:
-        raise UnknownMemory("the memory of a strange model cannot be estimated")
-
-    monkeypatch.setattr(memory, "parameters", unknown)
+    unknown = UnknownMemory("the memory of a strange model cannot be estimated")
+    monkeypatch.setattr(memory, "parameters", Mock(side_effect=unknown))
     monkeypatch.setattr(build, "_trainer", lambda *_: pytest.skip("reached"))
     with pytest.warns(UserWarning, match="strange model cannot be estimated"), pytest.raises(pytest.skip.Exception):
         train(recipes.load("quickstart", short_run), Console(quiet=True))
@@ -279,8 +273,7 @@ def test_whole_run_takes_what_was_planned(fields, tmp_path, monkeypatch):
         "eval_on_start": False,
         "save_strategy": "no",
     }
-    overrides = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    recipe = recipes.load("quickstart", [*CPU, *overrides, *fields])
+    recipe = recipes.load("quickstart", [*CPU, *overrides(settings), *fields])
     found: list[Plan] = []
 
     def keep(*given: Any) -> Plan:

@@ -49,20 +49,16 @@ def card(
     return model_card(recipe, task or task_of(["1 + 1 ="]), trained_on, SUMMARY | changed, model)
 
 
-def test_back_ends_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_back_ends([])
+def test_back_ends_are_there_or_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "trackio", "tensorboard"):
         monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: False)
         with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed or not set up: pip install {name}"):
             check_back_ends([name])
-    with pytest.raises(ValueError, match="nonsense is not supported"):
-        check_back_ends(["nonsense"])
-
-
-def test_back_ends_that_are_there_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("trackio", "tensorboard"):
         monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
     check_back_ends(["trackio", "tensorboard", "flyte"])
+    check_back_ends([])
+    with pytest.raises(ValueError, match="nonsense is not supported"):
+        check_back_ends(["nonsense"])
 
 
 class Hub:

@@ -2,6 +2,7 @@ import json
 import os
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,18 +72,12 @@ def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_stat
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_sizes_of_the_task_do_not_matter_but_seed_and_options_do(folder):
-    def name(task, **arguments):
-        return toy_model(task, cache_dir=folder.parent, **arguments).name
-
-    assert name(TaskConfig(task_options=OPTIONS, train_size=9, eval_size=9, warm_up=SHORT)) == folder.name
-    assert len({name(TASK, seed=1), name(replace(TASK, task_options={**OPTIONS, "max_terms": 3})), folder.name}) == 3
-
-
-def test_warm_up_may_have_other_options_of_the_task(folder):
-    """The model of a task is that of another one whose options its warm-up names."""
-    other = TaskConfig(task_options=OPTIONS | {"max_terms": 5}, warm_up={**SHORT, "task_options": {"max_terms": 2}})
-    assert toy_model(other, cache_dir=folder.parent) == folder
+def test_seed_and_options_of_the_warm_up_matter_but_not_sizes_of_the_task(folder):
+    cache = {"cache_dir": folder.parent}
+    assert toy_model(TaskConfig(task_options=OPTIONS, train_size=9, eval_size=9, warm_up=SHORT), **cache) == folder
+    longer = replace(TASK, task_options=OPTIONS | {"max_terms": 3})
+    assert len({toy_model(TASK, seed=1, **cache), toy_model(longer, **cache), folder}) == 3
+    assert toy_model(replace(longer, warm_up={**SHORT, "task_options": {"max_terms": 2}}), **cache) == folder
 
 
 def test_a_cached_model_is_reused(folder):
@@ -133,10 +128,7 @@ def test_a_cache_that_cannot_be_made_is_found_before_the_warm_up(tmp_path):
 
 
 def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("troll.runs.toy_network._sha256", interrupted)
+    monkeypatch.setattr("troll.runs.toy_network._sha256", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         toy_model(TASK, cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -8,7 +9,6 @@ from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY_MOE
 from troll.runs.toy_text_model import TextWarmUp, toy_text_model, word_piece_tokenizer
 from troll.tasks import TaskConfig
-from troll.tasks import free_text as free_text_module
 
 PARAGRAPHS = [
     ["The first sentence names a thing.", "The second sentence says what the thing does and why it is there."],
@@ -17,16 +17,16 @@ PARAGRAPHS = [
 SHORT = TextWarmUp(vocab_size=320, max_steps=60, batch_size=8, max_length=16, learning_rate=3e-3, test_size=4)
 
 
-@pytest.fixture(autouse=True)
-def little_text(monkeypatch):
-    monkeypatch.setattr("troll.runs.toy_text_model.paragraphs", lambda split: PARAGRAPHS)
+@pytest.fixture(scope="module", autouse=True)
+def little_text():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("troll.runs.toy_text_model.paragraphs", lambda split: PARAGRAPHS)
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("troll.runs.toy_text_model.paragraphs", lambda split: PARAGRAPHS)
-        return toy_text_model(cache_dir=tmp_path_factory.mktemp("cache"), warm_up=SHORT)
+    return toy_text_model(cache_dir=tmp_path_factory.mktemp("cache"), warm_up=SHORT)
 
 
 @pytest.mark.parametrize("text", ["The first sentence.", "  spaces \n\n and 'quotes' ", "ünïcode – ✓", ""])
@@ -74,12 +74,7 @@ def test_the_same_arguments_give_the_same_model_and_others_another(folder, tmp_p
 
 
 def test_it_is_the_toy_model_of_free_text(folder, monkeypatch):
-    seen: dict[str, Any] = {}
-
-    def stand_in(name, **arguments):
-        seen.update(arguments, name=name)
-        return folder
-
+    stand_in = Mock(return_value=folder)
     monkeypatch.setattr("troll.runs.toy_model.toy_text_model", stand_in)
-    assert toy_model(TaskConfig(task=free_text_module.NAME), TOY_MOE, seed=3) == folder
-    assert seen == {"name": "toy-moe", "seed": 3, "cache_dir": None}
+    assert toy_model(TaskConfig(task="free_text"), TOY_MOE, seed=3) == folder
+    stand_in.assert_called_once_with("toy-moe", seed=3, cache_dir=None)

@@ -8,15 +8,7 @@ from troll.rewards.code import CodeGrader
 from troll.rewards.grading import Verdict
 from troll.rewards.mathematics import MathGrader
 from troll.tasks import Task, TaskConfig, TaskError, load_task
-from troll.tasks.check import (
-    check,
-    restated_answer,
-    restated_program,
-    show,
-    size,
-    spoiled_answer,
-    spoiled_program,
-)
+from troll.tasks.check import check, restated_answer, restated_program, show, size, spoiled_answer, spoiled_program
 
 
 def _mathematics(write, *golds, **options):

@@ -1,12 +1,11 @@
 import json
 import random
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from tests.rewards.datasets import DATA
+from tests.troll_sandbox.test_fusion import server  # noqa: F401  a fixture
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.code import eurus_tests, load_tested, names_under_test
 from troll.tasks.rows import Column
@@ -236,27 +235,15 @@ def test_plain_tests_option_overrides_statements_and_needs_of_tests(write):
         with_tests(write, tests[1:2], plain_tests="never")
 
 
-def test_on_a_server_all_tests_of_functions_run_in_the_programs_process(write):
-    class Answer(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}')
-
-        def log_message(self, *_): ...
-
+def test_on_a_server_all_tests_of_functions_run_in_the_programs_process(write, server):  # noqa: F811
     function = json.dumps({"function": "f", "inputs": [[1]], "outputs": [1]})
     stream = json.dumps({"inputs": [""], "outputs": ["3"]})
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/run_code"
-        with pytest.warns(UserWarning, match="tests of 2 rows, .*run in the program's own process") as said:
-            task = with_tests(write, [INSIDE, function, stream], sandbox=url)
-        assert len(said) == 1  # and no advice of what happens anyway
-        assert task.train_dataset["tests"] == [INSIDE, function, stream]
-        with pytest.raises(TaskError, match="leave out plain_tests: on a server"):
-            with_tests(write, [INSIDE], sandbox=url, plain_tests="needed")
-        server.shutdown()
+    with pytest.warns(UserWarning, match="tests of 2 rows, .*run in the program's own process") as said:
+        task = with_tests(write, [INSIDE, function, stream], sandbox=server.url)
+    assert len(said) == 1  # and no advice of what happens anyway
+    assert task.train_dataset["tests"] == [INSIDE, function, stream]
+    with pytest.raises(TaskError, match="leave out plain_tests: on a server"):
+        with_tests(write, [INSIDE], sandbox=server.url, plain_tests="needed")
 
 
 def test_a_package_that_the_program_would_bring_is_warned_of(write):

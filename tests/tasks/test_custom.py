@@ -1,3 +1,4 @@
+import inspect
 import json
 import shutil
 
@@ -59,10 +60,7 @@ def test_yaml_with_code(task_file, write):
 
 
 def test_yaml_with_a_reward_of_the_users(task_file, tmp_path):
-    (tmp_path / "rewards.py").write_text(
-        "def success(prompts, completions, target, **columns):\n"
-        "    return [float(text == right) for text, right in zip(completions, target)]\n"
-    )
+    (tmp_path / "rewards.py").write_text(inspect.getsource(success))
     columns = {"prompt": "q", "target": "result.value"}
     for reward, file in (("rewards.py:success", "rewards.py"), ("tests.tasks.test_custom:success", "test_custom.py")):
         task = load_task(TaskConfig(task_file(reward=reward, columns=columns), eval_size=1))

@@ -162,11 +162,7 @@ def test_other_data_sets_score_their_own_answers(data_set):
     ("data_set", "options", "message"),
     [
         ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre"),
-        (
-            "chain_sum",
-            {"terms": 3},
-            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, ",
-        ),
+        ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, "),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "many"}, "does not accept the options"),

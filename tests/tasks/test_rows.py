@@ -39,8 +39,7 @@ def test_a_missing_column_is_named_with_those_there_are(names):
 
 
 @pytest.mark.parametrize(
-    ("value", "answer"),
-    [(" 7 ", "7"), (27.0, "27"), (27, "27"), (-3, "-3"), (0.1, "0.1"), (r"\frac12", r"\frac12")],
+    ("value", "answer"), [(" 7 ", "7"), (27.0, "27"), (27, "27"), (-3, "-3"), (0.1, "0.1"), (r"\frac12", r"\frac12")]
 )
 def test_answers_are_text_or_numbers(value, answer):
     assert row(value).answer("answer") == answer

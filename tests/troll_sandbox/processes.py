@@ -110,16 +110,3 @@ def only_program(folder: Path, name: str, script: str, monkeypatch: pytest.Monke
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def start_at_the_third_attempt_only(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all starts from now on fail, except the third."""
-    monkeypatch.setattr("troll_sandbox.executor.FIRST_PAUSE", 0.01)
-    starts: list[str] = []
-    command = sandbox.command
-
-    def failing() -> list[str]:
-        starts.append("start")
-        return command() if len(starts) == 3 else ["/bin/false"]
-
-    monkeypatch.setattr(sandbox, "command", failing)

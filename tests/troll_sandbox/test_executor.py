@@ -3,6 +3,7 @@ import threading
 import time
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -49,16 +50,12 @@ def found(sandbox: Any, limits: Limits = SHORT, tests: Tests = TESTS) -> Any:
 
 
 def test_run_passes_arguments_to_the_sandbox() -> None:
-    calls = []
-
-    def sandbox(program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
-        calls.append((program, tests, limits, stop_at_failure))
-        return [PASSED]
-
-    limits = Limits(cpu_seconds=1.0)
+    sandbox, limits = Mock(return_value=[PASSED]), Limits(cpu_seconds=1.0)
     with closing(executor(sandbox, limits)) as running:
         assert running.run([Job("a", TESTS, True), Job("b", TESTS, False)]) == [[PASSED], [PASSED]]
-    assert calls == [("a", TESTS, limits, True), ("b", TESTS, limits, False)]
+    assert sandbox.call_args_list == [
+        call(program, TESTS, limits=limits, stop_at_failure=stop) for program, stop in (("a", True), ("b", False))
+    ]
 
 
 def test_run_tests_as_many_programs_at_a_time_as_workers() -> None:
@@ -82,10 +79,7 @@ def test_run_tests_as_many_programs_at_a_time_as_workers() -> None:
     ],
 )
 def test_run_returns_any_exception_as_sandbox_error(error: BaseException, message: str) -> None:
-    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
-        raise error
-
-    trouble = found(sandbox)
+    trouble = found(Mock(side_effect=error))
     assert isinstance(trouble, SandboxError) and str(trouble) == message
     assert error in (trouble, trouble.__cause__)
 
@@ -134,62 +128,36 @@ def test_run_tries_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_run_makes_a_sandbox_again_after_a_failure() -> None:
-    made = []
-
-    def make() -> Any:
-        made.append(1)
-        if len(made) in (2, 3):
-            raise SandboxError("no process is left")
-        return passing, None
-
+    made, trouble = (passing, None), SandboxError("no process is left")
+    make = Mock(side_effect=[made, trouble, trouble, made])
     running = Executor(make, Limits(wall_seconds=5), 1)
     running.close()
     assert running.run([Job("a", TESTS, True)]) == [[PASSED]]
-    assert len(made) == 4
+    assert make.call_count == 4
     running.close()
 
 
 def test_run_gives_a_starving_program_the_time_limit() -> None:
-    attempts = []
-
-    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
-        attempts.append(1)
-        raise StarvedError("too busy", [PASSED][: len(attempts) == 1])
-
+    sandbox = Mock(side_effect=[StarvedError("too busy", [PASSED]), StarvedError("too busy", [])])
     tests = StreamTests(("",) * 3, ("",) * 3)
     assert found(sandbox, tests=tests) == [PASSED, TIME_LIMIT, NOT_RUN]
-    assert len(attempts) == 2  # no more, because each attempt takes a minute
+    assert sandbox.call_count == 2  # no more, because each attempt takes a minute
 
 
 def test_run_judges_a_program_that_is_killed_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "FIRST_PAUSE", 0.001)
-    attempts = []
-
-    def sandbox(program: str, tests: Tests, **_: Any) -> list[Outcome]:
-        attempts.append(tests)
-        if len(attempts) == until:
-            return [PASSED] * 2
-        raise KilledError([PASSED, FAILED])
-
-    until = KILLS + 1
+    killed = [KilledError([PASSED, FAILED])] * KILLS
+    sandbox = Mock(side_effect=killed)
     assert found(sandbox, Limits(), CALLS) == [PASSED, FAILED]
-    assert attempts == [CALLS] * KILLS
-    attempts, until = [], KILLS
-    assert found(sandbox, Limits(), CALLS) == [PASSED] * 2
+    assert [call.args[1] for call in sandbox.call_args_list] == [CALLS] * KILLS
+    assert found(Mock(side_effect=[*killed[1:], [PASSED] * 2]), Limits(), CALLS) == [PASSED] * 2
 
 
 def test_run_keeps_tests_by_standard_input_that_have_ended() -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def sandbox(program: str, tests: StreamTests, **_: Any) -> list[Outcome]:
-        asked.append(tests.inputs)
-        if len(asked) == 1:
-            raise SandboxError("killed", [PASSED, FAILED])
-        return [PASSED] * len(tests.inputs)
-
+    sandbox = Mock(side_effect=[SandboxError("killed", [PASSED, FAILED]), [PASSED]])
     tests = StreamTests(("1", "2", "3"), ("", "", ""))
     assert found(sandbox, Limits(), tests) == [PASSED, FAILED, PASSED]
-    assert asked == [("1", "2", "3"), ("3",)]
+    assert [call.args[1].inputs for call in sandbox.call_args_list] == [("1", "2", "3"), ("3",)]
 
 
 def test_close_gives_stopped_programs_no_verdict() -> None:
@@ -207,11 +175,8 @@ def test_close_gives_stopped_programs_no_verdict() -> None:
 
 
 def test_run_stops_its_programs_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     sandbox = Waiting()
-    monkeypatch.setattr(executor_module.Future, "result", interrupt)
+    monkeypatch.setattr(executor_module.Future, "result", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         executor(sandbox, stop=sandbox.ended.set).run([Job("a", TESTS, True)])
     assert sandbox.ended.is_set()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -518,17 +519,12 @@ def test_judge_ends_tests_that_do_not_end(run):
 
 
 def test_long_call_in_the_judge_is_not_repeated(run, monkeypatch):
-    runs, run_judged = [], function_calls._run_judged
-
-    def noted(*arguments: Any) -> Any:
-        runs.append(arguments)
-        return run_judged(*arguments)
-
-    monkeypatch.setattr(function_calls, "_run_judged", noted)
+    run_judged = Mock(wraps=function_calls._run_judged)
+    monkeypatch.setattr(function_calls, "_run_judged", run_judged)
     limits = Limits(cpu_seconds=0.25, wall_seconds=60)
     program = "def f(): return range(10 ** 15)"  # no signal handler runs during its sum
     assert reasons(run(program, "assert sum(f()) == 1", limits=limits)) == ["the results took too long to check"]
-    assert len(runs) == 1
+    assert run_judged.call_count == 1
 
 
 def test_read_does_not_wait_for_a_judge_in_a_long_call(monkeypatch):

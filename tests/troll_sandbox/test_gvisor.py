@@ -14,14 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import (
-    PARENT,
-    needs_bubblewrap,
-    only_program,
-    running,
-    wait_until,
-    wait_until_gone,
-)
+from tests.troll_sandbox.processes import PARENT, needs_bubblewrap, only_program, running, wait_until, wait_until_gone
 from troll.rewards.code import CodeGrader
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.gvisor import GVisor

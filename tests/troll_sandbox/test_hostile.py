@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import socket
@@ -48,22 +47,19 @@ class User:
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind("\0" + self.abstract)
         self.unix.listen()
+        self.listeners = (self.tcp, self.udp, self.unix)
 
     def source(self, name: str) -> str:
         source = HOSTILE[name].replace("$SECRET", str(self.secret))
         return source.replace("$PORT", str(self.port)).replace("$ABSTRACT", self.abstract)
 
     def reached(self) -> bool:
-        for listener in (self.tcp, self.udp, self.unix):
+        for listener in self.listeners:
             listener.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 listener.accept() if listener is not self.udp else listener.recv(1)
                 return True
         return False
-
-    def close(self) -> None:
-        for listener in (self.tcp, self.udp, self.unix):
-            listener.close()
 
 
 @pytest.fixture
@@ -71,12 +67,13 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     monkeypatch.setenv("TROLL_SECRET", "secret")
     user = User(tmp_path)
     yield user
-    user.close()
+    for listener in user.listeners:
+        listener.close()
 
 
 def state_of(folder: Path) -> set[tuple[str, int, int]]:
     found = set()
-    for path in itertools.chain([folder], folder.rglob("*")):
+    for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             found.add((str(path), status.st_size, status.st_mtime_ns))

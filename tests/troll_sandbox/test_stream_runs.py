@@ -6,16 +6,11 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 
 import pytest
 
-from tests.troll_sandbox.processes import (
-    needs_bubblewrap,
-    reason,
-    running,
-    start_at_the_third_attempt_only,
-    tried_again,
-)
+from tests.troll_sandbox.processes import needs_bubblewrap, reason, running, tried_again
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, StreamTests, Tests
 from troll_sandbox.errors import SandboxError
@@ -254,8 +249,10 @@ def test_run_stdio_in_many_threads_leaves_no_descriptor(sandbox: Bubblewrap) -> 
 def test_executor_tries_again_if_a_sandbox_does_not_start(
     sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch, job: tuple[str, Tests]
 ) -> None:
-    programs = Bubblewrap()
-    start_at_the_third_attempt_only(programs, monkeypatch)
+    programs, fails = Bubblewrap(), ["/bin/false"]
+    monkeypatch.setattr("troll_sandbox.executor.FIRST_PAUSE", 0.01)
+    commands = chain([fails, fails, programs.command()], repeat(fails))
+    monkeypatch.setattr(programs, "command", lambda: next(commands))
     assert tried_again(programs, *job, judges=sandbox) == [PASSED]
     assert isinstance(tried_again(programs, *job, Limits(wall_seconds=0.5), sandbox), SandboxError)
 

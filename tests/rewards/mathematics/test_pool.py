@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,12 +81,10 @@ def _family(pids):
     """The processes with one of these numbers or parents that are not zombies."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z" and (int(parent) in pids or int(stat.parent.name) in pids):
-            found.add(int(stat.parent.name))
+            if state != "Z" and (int(parent) in pids or int(stat.parent.name) in pids):
+                found.add(int(stat.parent.name))
     return found
 
 
@@ -216,10 +216,7 @@ def test_a_worker_that_is_stopped_is_given_up(pool, monkeypatch):
 
 
 def test_an_interrupt_leaves_no_verdict_behind(pool, monkeypatch):
-    def interrupted(workers):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pool_module, "_wait", interrupted)
+    monkeypatch.setattr(pool_module, "_wait", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ask([("4", "2 + 2"), ("5", "2 + 3")], 2.0)
 
@@ -238,26 +235,18 @@ def test_math_verify_that_cannot_be_imported_is_an_error(pool, monkeypatch, tmp_
     assert ask(_QUESTIONS[:2], 2.0) == [Comparison.NOT_STARTED] * 2
 
 
-class _Starts:
-    """Starts processes, but not at first."""
-
-    def __init__(self, failures):
-        self.failures, self.start = failures, pool_module._start
-
-    def __call__(self):
-        self.failures -= 1
-        if self.failures >= 0:
-            raise BlockingIOError("Resource temporarily unavailable")
-        return self.start()
+#: No process can be started.
+_NO_START = Mock(side_effect=BlockingIOError("Resource temporarily unavailable"))
 
 
 def test_a_machine_without_processes_is_tried_again(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
     pool.stop()
-    monkeypatch.setattr(pool_module, "_start", _Starts(failures=5))
+    starts = chain([_NO_START] * 5, repeat(_start_stand_in))
+    monkeypatch.setattr(pool_module, "_start", lambda: next(starts)())
     assert _is_right()
     pool.stop()
-    monkeypatch.setattr(pool_module, "_start", _Starts(failures=10**9))
+    monkeypatch.setattr(pool_module, "_start", _NO_START)
     monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.1)
     assert ask(_QUESTIONS, 2.0) == [Comparison.NOT_STARTED] * len(_QUESTIONS)
 
@@ -266,7 +255,7 @@ def test_processes_that_cannot_be_started_leave_the_questions_to_the_others(pool
     pool.stop()
     assert ask(_QUESTIONS[:1], 2.0) == _RIGHT[:1]
     assert len(_processes(pool)) == 1
-    monkeypatch.setattr(pool_module, "_start", _Starts(failures=10**9))
+    monkeypatch.setattr(pool_module, "_start", _NO_START)
     monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.05)
     assert ask(_QUESTIONS * 8, 2.0) == _RIGHT * 8
@@ -363,11 +352,9 @@ def test_memory_is_bounded(pool, monkeypatch):
         asked = threads.submit(ask, [("1", rf"({'7' * 900})^{{{10**k}}}") for k in range(4, 10)], 0.5)
         while not asked.done():
             for pid in _family(_processes(pool)):
-                try:
+                with contextlib.suppress(OSError):
                     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-                except OSError:
-                    continue
-                peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
+                    peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
             time.sleep(0.005)
     assert Comparison.EQUAL not in asked.result()
     assert 0 < peak <= 1 << 30
