@@ -20,8 +20,7 @@ from tests.trl.tiny import adapted
 from troll.evaluation import run as module
 from troll.evaluation.config import EvaluationConfig, EvaluationError
 from troll.evaluation.estimators import clustered_interval
-from troll.evaluation.generate import Generation, Sampling, TransformersGenerator
-from troll.evaluation.model import ModelSource
+from troll.evaluation.generate import Generation, TransformersGenerator
 from troll.evaluation.problems import Problems
 from troll.evaluation.run import completion_order, evaluate
 from troll.rewards.grading import Verdict
@@ -36,10 +35,9 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 
 def without_times(results: dict[str, Any]) -> dict[str, Any]:
-    tasks = {
-        name: {key: value for key, value in one.items() if key != "seconds"} for name, one in results["tasks"].items()
-    }
-    return {**results, "tasks": tasks}
+    for one in results["tasks"].values():
+        del one["seconds"]
+    return results
 
 
 def generated(config: EvaluationConfig, console: Console) -> bytes:
@@ -263,25 +261,18 @@ def test_a_failed_evaluation_leaves_its_folder(settings, console, monkeypatch):
 
 
 def test_vllm_is_taken_where_it_can_run(settings, console, tiny_model, monkeypatch):
-    made: dict[str, Any] = {}
-
-    class Engine(Scripted):
-        batch_size = 1024
-
-        def __init__(self, source: ModelSource, tokenizer: Any, sampling: Sampling, **more: Any) -> None:
-            super().__init__(["1"] * 15)
-            made.update(source=source, sampling=sampling, engine=self, **more)
-
+    engine = Scripted(["1"] * 15)
+    make = Mock(return_value=engine, batch_size=1024)
     monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
-    monkeypatch.setattr(module, "VllmGenerator", Engine)
+    monkeypatch.setattr(module, "VllmGenerator", make)
     config = settings(batch_size=None)
     assert evaluate(config, console)
     assert results_of(config.folder)["settings"]["backend"] == "vllm"
-    assert made["engine"].calls == 1
-    assert (made["source"].base, made["source"].adapter_rank) == (str(tiny_model), None)
-    assert made["dtype"] == "auto"
+    assert engine.calls == 1
+    source, *_ = make.call_args.args
+    assert (source.base, source.adapter_rank) == (str(tiny_model), None)
     longest = max(len(record["prompt"]) for record in read_lines(next((config.folder / "generations").iterdir())))
-    assert made["context"] == longest + 6
+    assert make.call_args.kwargs == {"dtype": "auto", "context": longest + 6}
 
 
 def test_a_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, console, letters):

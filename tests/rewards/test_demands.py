@@ -12,20 +12,21 @@ def parsed(*asserts: str, **fields: object) -> CodeTests:
     return datasets.code_tests(json.dumps({"asserts": asserts, **fields}))
 
 
+REPLACED = "what the program prints or reads is replaced"
+PASSED_OBJECT = "the program is passed an object of a class of the tests"
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
         (idioms.PLAIN["a subclass"], "a class inherits from the program's Base"),
-        (idioms.PLAIN["printed text"], "what the program prints or reads is replaced"),
-        (idioms.PLAIN["a replaced input"], "what the program prints or reads is replaced"),
-        (idioms.PLAIN["an object of the tests"], "the program is passed an object of a class of the tests"),
+        (idioms.PLAIN["printed text"], REPLACED),
+        (idioms.PLAIN["a replaced input"], REPLACED),
+        (idioms.PLAIN["an object of the tests"], PASSED_OBJECT),
         (idioms.PLAIN["a signature"], "the program's code is inspected"),
-        (
-            "import sys, io\nsys.stdin = io.StringIO('3')\nassert f() == 3",
-            "what the program prints or reads is replaced",
-        ),
-        ("import io\nassert f(io.StringIO('3')) == 3", "the program is passed an object of a class of the tests"),
-        ("class A: pass\na = A()\nassert f(x=a)", "the program is passed an object of a class of the tests"),
+        ("import sys, io\nsys.stdin = io.StringIO('3')\nassert f() == 3", REPLACED),
+        ("import io\nassert f(io.StringIO('3')) == 3", PASSED_OBJECT),
+        ("class A: pass\na = A()\nassert f(x=a)", PASSED_OBJECT),
         ("assert f.__code__.co_argcount == 1", "__code__ of the program's f is read"),
     ],
 )
@@ -42,7 +43,7 @@ def test_needs_plain_is_empty_for_tests_that_a_judge_can_run(name):
 def test_the_function_under_test_is_known_by_its_parameter():
     check = "import io\ndef check(candidate):\n    assert candidate(io.StringIO('x'))"
     tests = datasets.code_tests(json.dumps({"check": check, "entry_point": "f"}))
-    assert needs_plain(tests) == ["the program is passed an object of a class of the tests"]
+    assert needs_plain(tests) == [PASSED_OBJECT]
 
 
 def test_the_real_tasks_need_no_more():
@@ -52,9 +53,7 @@ def test_the_real_tasks_need_no_more():
 
 
 def test_packages_that_a_program_could_bring_along():
-    assert borrowed_packages(parsed("assert np.allclose(f(1), 2)", "with pytest.raises(ValueError):\n    f(2)")) == [
-        "np",
-        "pytest",
-    ]
+    both = parsed("assert np.allclose(f(1), 2)", "with pytest.raises(ValueError):\n    f(2)")
+    assert borrowed_packages(both) == ["np", "pytest"]
     assert borrowed_packages(parsed("assert np.allclose(f(1), 2)", setup="import numpy as np")) == []
     assert borrowed_packages(parsed("assert math.isclose(f(1), 2)")) == []

@@ -10,33 +10,34 @@ from troll_sandbox.limits import MEBIBYTE, Limits
 GIBIBYTE = 1024 * MEBIBYTE
 
 
-def system(root, *, meminfo=True, groups="", **limits):
-    """A file system with what is read of it; `limits` are contents by the folder's name, `_` for a slash."""
+def system(root, groups="", files=(), meminfo=True):
+    """A file system with what is read of it; `files` are contents by their paths below the control groups."""
     (root / "proc/self").mkdir(parents=True)
     if meminfo:
         (root / "proc/meminfo").write_text(f"MemTotal:       {64 * 1024 * 1024} kB\nMemFree:  1 kB\n")
     (root / "proc/self/cgroup").write_text(groups)
-    for folder, content in limits.items():
-        path = root / "sys/fs/cgroup" / folder.replace("_", "/")
-        path.mkdir(parents=True)
-        (path / ("memory.limit_in_bytes" if folder.startswith("memory") else "memory.max")).write_text(content)
+    for path, content in dict(files).items():
+        place = root / "sys/fs/cgroup" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content)
     return root
 
 
 def test_the_smallest_limit_of_the_control_groups_counts(tmp_path):
-    second = system(tmp_path / "second", groups="0::/pod/container\n", pod=f"{4 * GIBIBYTE}\n", pod_container="max\n")
+    limits = {"pod/memory.max": f"{4 * GIBIBYTE}\n", "pod/container/memory.max": "max\n"}
+    second = system(tmp_path / "second", "0::/pod/container\n", limits)
     assert memory_limit(second) == 4 * GIBIBYTE
     # A container that sees its own group as the root of the file system, under its path on the host.
-    inside = system(tmp_path / "inside", groups="5:cpu:/\n4:memory:/docker/abc\n0::/\n", memory=f"{3 * GIBIBYTE}\n")
+    limits = {"memory/memory.limit_in_bytes": f"{3 * GIBIBYTE}\n"}
+    inside = system(tmp_path / "inside", "5:cpu:/\n4:memory:/docker/abc\n0::/\n", limits)
     assert memory_limit(inside) == 3 * GIBIBYTE
-    first = system(
-        tmp_path / "first", groups="4:memory,hugetlb:/a\n", memory=str(2**63 - 4096), memory_a=f"{2 * GIBIBYTE}"
-    )
+    limits = {"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/a/memory.limit_in_bytes": f"{2 * GIBIBYTE}"}
+    first = system(tmp_path / "first", "4:memory,hugetlb:/a\n", limits)
     assert memory_limit(first) == 2 * GIBIBYTE
 
 
 def test_without_control_groups_the_machine_counts(tmp_path):
-    assert memory_limit(system(tmp_path / "plain", groups="0::/\n")) == 64 * GIBIBYTE
+    assert memory_limit(system(tmp_path / "plain", "0::/\n")) == 64 * GIBIBYTE
     assert memory_limit(system(tmp_path / "nothing", meminfo=False)) is None
     assert memory_limit(tmp_path / "missing") is None
 
@@ -44,21 +45,17 @@ def test_without_control_groups_the_machine_counts(tmp_path):
 def test_a_quota_of_cpu_time_counts_as_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
 
-    def quota(name, groups, **files):
-        root = system(tmp_path / name, groups=groups)
-        for path, content in files.items():
-            place = root / "sys/fs/cgroup" / path.replace("__", "/").replace("cpu_", "cpu.")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(content)
-        return cores(root)
+    def quota(name, groups, files=()):
+        return cores(system(tmp_path / name, groups, files))
 
     assert quota("none", "0::/\n") == 16
-    assert quota("unlimited", "0::/pod\n", pod__cpu_max="max 100000\n") == 16
-    assert quota("second", "0::/pod/one\n", pod__cpu_max="450000 100000\n", pod__one__cpu_max="max 100000\n") == 4
-    assert quota("half", "0::/\n", cpu_max="50000 100000\n") == 1
-    first = {"cpu__a__cpu_cfs_quota_us": "600000\n", "cpu__a__cpu_cfs_period_us": "200000\n"}
-    assert quota("first", "3:cpu,cpuacct:/a\n", **first) == 3
-    assert quota("no quota", "3:cpu:/a\n", **(first | {"cpu__a__cpu_cfs_quota_us": "-1\n"})) == 16
+    assert quota("unlimited", "0::/pod\n", {"pod/cpu.max": "max 100000\n"}) == 16
+    files = {"pod/cpu.max": "450000 100000\n", "pod/one/cpu.max": "max 100000\n"}
+    assert quota("second", "0::/pod/one\n", files) == 4
+    assert quota("half", "0::/\n", {"cpu.max": "50000 100000\n"}) == 1
+    files = {"cpu/a/cpu.cfs_quota_us": "600000\n", "cpu/a/cpu.cfs_period_us": "200000\n"}
+    assert quota("first", "3:cpu,cpuacct:/a\n", files) == 3
+    assert quota("no quota", "3:cpu:/a\n", files | {"cpu/a/cpu.cfs_quota_us": "-1\n"}) == 16
 
 
 @pytest.mark.parametrize(

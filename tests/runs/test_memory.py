@@ -89,23 +89,23 @@ def bytes_of(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def head_of(model: Any, ids: Tensor) -> troll.LMHead:
+    """The source of the completions' logits."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    hidden = base.get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    scored = hidden.last_hidden_state[:, -COMPLETION - 1 : -1].flatten(0, 1)
+    return troll.LMHead(scored, base.get_output_embeddings().weight)
+
+
 def micro_batch(model: Any, in_bf16: bool) -> Callable[[], Tensor]:
     """One micro-batch of TROLL's loss, as a function of nothing."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     ids = torch.randint(1, 4096, (ROWS, PROMPT + COMPLETION))
-    sampled = ids[:, -COMPLETION:].flatten()
-
-    def source() -> troll.LMHead:
-        hidden = base.get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        scored = hidden.last_hidden_state[:, -COMPLETION - 1 : -1].flatten(0, 1)
-        return troll.LMHead(scored, base.get_output_embeddings().weight)
-
     with torch.no_grad(), batch(in_bf16).casting():
-        old = troll.capture(source(), sampled, top_k=TOP_K)
+        old = troll.capture(head_of(model, ids), ids[:, -COMPLETION:].flatten(), top_k=TOP_K)
 
     def loss() -> Tensor:
         with batch(in_bf16).casting():
-            step = troll.trust_region_step(source(), old)
+            step = troll.trust_region_step(head_of(model, ids), old)
         total = (step.log_ratio.exp() + step.regression).mean()
         total.backward()
         return total.detach()
@@ -248,9 +248,7 @@ def test_capture_takes_what_was_estimated(in_bf16: bool) -> None:
 
     def capture() -> None:
         with torch.no_grad(), batch(in_bf16).casting():
-            hidden = model.get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-            scored = hidden.last_hidden_state[:, -COMPLETION - 1 : -1].flatten(0, 1)
-            troll.capture(troll.LMHead(scored, model.lm_head.weight), ids[:, -COMPLETION:].flatten(), top_k=TOP_K)
+            troll.capture(head_of(model, ids), ids[:, -COMPLETION:].flatten(), top_k=TOP_K)
 
     estimated = memory.score(Network(QWEN3), batch(in_bf16), TOP_K)
     assert estimated == pytest.approx(measured_peak(capture), rel=ACCURACY)

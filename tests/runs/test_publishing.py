@@ -3,10 +3,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 from datasets import Dataset
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from transformers.integrations import integration_utils
 
 from troll import recipes
@@ -61,49 +62,37 @@ def test_back_ends_are_there_or_refused_in_one_line(monkeypatch: pytest.MonkeyPa
         check_back_ends(["nonsense"])
 
 
-class Hub:
-    """Stands in for the hub: `reachable`, or not."""
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What stands in for `HfApi`."""
+    hub = Mock(spec=HfApi)
+    monkeypatch.setattr(publishing, "HfApi", hub)
+    return hub
 
-    def __init__(self, reachable: bool) -> None:
-        self.reachable = reachable
-        self.uploads: list[dict[str, Any]] = []
-        self.tokens: list[str | None] = []
 
-    def __call__(self, token: str | None) -> Hub:
-        self.tokens.append(token)
-        return self
-
-    def whoami(self) -> None:
-        if not self.reachable:
-            raise OSError("Token is required\nbut no token was found")
-
-    def upload_folder(self, **upload: Any) -> None:
-        self.whoami()
-        self.uploads.append(upload)
+NO_TOKEN = OSError("Token is required\nbut no token was found")
 
 
 def pushing(tmp_path: Path, **changed: Any) -> TrollConfig:
     return TrollConfig(str(tmp_path), use_cpu=True, bf16=False, hub_token="secret", **changed)
 
 
-def test_a_hub_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "HfApi", Hub(reachable=False))
+def test_a_hub_that_cannot_be_used_is_one_line(tmp_path: Path, hub: Mock) -> None:
+    hub.return_value.whoami.side_effect = NO_TOKEN
     check_hub(pushing(tmp_path))
     with pytest.raises(ValueError, match=r"^push_to_hub: Token is required but no token was found; log in") as error:
         check_hub(pushing(tmp_path, push_to_hub=True))
     assert "\n" not in str(error.value)
 
 
-def test_a_push_says_where_the_model_is_or_how_to_push_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub(reachable=True)
-    monkeypatch.setattr(publishing, "HfApi", hub)
+def test_a_push_says_where_the_model_is_or_how_to_push_it(tmp_path: Path, hub: Mock) -> None:
     training = pushing(tmp_path, push_to_hub=True, hub_revision="v2")
     check_hub(training)
     assert push(tmp_path, "you/model", training) == "pushed  https://huggingface.co/you/model"
-    (upload,) = hub.uploads
-    assert (upload["repo_id"], upload["folder_path"], upload["revision"]) == ("you/model", tmp_path, "v2")
-    assert set(hub.tokens) == {"secret"}
-    hub.reachable = False
+    upload = hub.return_value.upload_folder
+    upload.assert_called_once_with(repo_id="you/model", folder_path=tmp_path, revision="v2", commit_message=ANY)
+    assert hub.call_args_list == [call(token="secret")] * 2
+    upload.side_effect = NO_TOKEN
     told = push(tmp_path, "you/model", training)
     assert told.startswith("not pushed: Token is required") and f"hf upload you/model {tmp_path} ." in told
 

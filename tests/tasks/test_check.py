@@ -13,9 +13,7 @@ from troll.tasks.check import check, restated_answer, restated_program, show, si
 
 def _mathematics(write, *golds, **options):
     rows = [{"problem": f"Question {number}?", "answer": gold} for number, gold in enumerate(golds)]
-    return load_task(
-        TaskConfig("math500", dataset_path=write("golds.jsonl", rows), eval_size=None, task_options=options)
-    )
+    return load_task(TaskConfig("math500", write("golds.jsonl", rows), eval_size=None, task_options=options))
 
 
 def _code(tests, references):
@@ -111,20 +109,11 @@ def test_code_is_checked_by_its_solutions():
     task = _code([tests, tests, tests, weak], [right, "def double(x):\n    return x\n", None, right])
     report = check(task)
     assert report.without == 1
-    assert report.counts == {
-        ("itself", True): 2,
-        ("itself", False): 1,
-        ("restated", True): 2,
-        ("restated", False): 1,
-        ("spoiled", True): 2,
-        ("spoiled", False): 1,
-    }
+    kinds = ("itself", "restated", "spoiled")
+    assert report.counts == {(kind, agrees): 1 + agrees for kind in kinds for agrees in (True, False)}
     assert not report.passed
-    assert {(trial.row, trial.kind) for trial, _ in report.disagreements} == {
-        ("held-out 1", "itself"),
-        ("held-out 1", "restated"),
-        ("held-out 3", "spoiled"),
-    }
+    found = {(trial.row, trial.kind) for trial, _ in report.disagreements}
+    assert found == {("held-out 1", "itself"), ("held-out 1", "restated"), ("held-out 3", "spoiled")}
     assert check(_code([tests], ["def double(x:"])).counts == {("itself", False): 1}
 
 

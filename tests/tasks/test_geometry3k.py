@@ -5,13 +5,11 @@ from PIL import Image as PillowImage
 from troll.tasks import TaskConfig, TaskError, load_task
 
 
-def write(tmp_path, name, problems, answers, images=True):
-    columns = {"problem": problems, "answer": answers}
-    rows = Dataset.from_dict(columns)
-    if images:
+def write(tmp_path, name, problems, answers, pictures=None, columns=("images", "problem", "answer")):
+    if pictures is None:
         pictures = [[PillowImage.new("RGB", (8, 8), color=(number, 0, 0))] for number in range(len(problems))]
-        rows = Dataset.from_dict({"images": pictures, **columns}).cast_column("images", List(Image()))
-    rows.to_parquet(tmp_path / f"{name}.parquet")
+    rows = Dataset.from_dict(dict(zip(columns, (pictures, problems, answers), strict=True)))
+    rows.cast_column(columns[0], List(Image())).to_parquet(tmp_path / f"{name}.parquet")
 
 
 def test_rows_become_prompts_with_their_images(tmp_path):
@@ -33,7 +31,7 @@ def test_rows_become_prompts_with_their_images(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path):
-    write(tmp_path, "train", ["<image>Find x."], ["3"], images=False)
+    Dataset.from_dict({"problem": ["<image>Find x."], "answer": ["3"]}).to_parquet(tmp_path / "train.parquet")
     write(tmp_path, "test", ["<image>Find x."], ["4"])
     with pytest.raises(TaskError, match=r"the train rows of .* have no column 'images', only problem, answer"):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
@@ -42,8 +40,7 @@ def test_mistakes_are_named(tmp_path):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
     some = [PillowImage.new("RGB", (8, 8))]
     for pictures in ([some, []], [some, None]):
-        rows = Dataset.from_dict({"images": pictures, "problem": ["<image>Find x."] * 2, "answer": ["3", "4"]})
-        rows.cast_column("images", List(Image())).to_parquet(tmp_path / "train.parquet")
+        write(tmp_path, "train", ["<image>Find x."] * 2, ["3", "4"], pictures)
         with pytest.raises(TaskError, match=r"train row 1 .* has no image in its field 'images'"):
             load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
     write(tmp_path, "train", ["<image>Find x."], ["3"])
@@ -55,9 +52,7 @@ def test_mistakes_are_named(tmp_path):
 
 def test_columns_are_mapped(tmp_path):
     for name in ("train", "test"):
-        picture = [PillowImage.new("RGB", (8, 8))]
-        rows = Dataset.from_dict({"diagram": [picture], "text": [f"Find {name}."], "answer": ["3"]})
-        rows.cast_column("diagram", List(Image())).to_parquet(tmp_path / f"{name}.parquet")
+        write(tmp_path, name, [f"Find {name}."], ["3"], columns=("diagram", "text", "answer"))
     options = {"columns": {"images": "diagram", "problem": "text"}}
     config = TaskConfig(task="geometry3k", dataset_path=str(tmp_path), task_options=options)
     task = load_task(config, conversational=True)

@@ -101,14 +101,9 @@ def test_examples_stand_between_the_system_prompt_and_every_question():
         questions = getattr(asked, split)["prompt"]
         assert getattr(plain, split)["prompt"] == [f"Be brief.\n\n1 + 1 = 2\n\n5 - 2 = 3\n\n{q}" for q in questions]
         said = [[(message["role"], message["content"]) for message in each] for each in getattr(chat, split)["prompt"]]
-        before = [
-            ("system", "Be brief."),
-            ("user", "1 + 1 ="),
-            ("assistant", "2"),
-            ("user", "5 - 2 ="),
-            ("assistant", "3"),
-        ]
-        assert said == [[*before, ("user", question)] for question in questions]
+        roles = ("system", "user", "assistant", "user", "assistant", "user")
+        before = ("Be brief.", "1 + 1 =", "2", "5 - 2 =", "3")
+        assert said == [list(zip(roles, (*before, question), strict=True)) for question in questions]
     assert chat.train_questions == plain.train_questions == list(asked.train_dataset["prompt"])
 
 

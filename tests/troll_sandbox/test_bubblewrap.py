@@ -54,9 +54,7 @@ def open_sandbox() -> Bubblewrap:
     ],
     ids=["missing", "forbidden", "old", "hanging"],
 )
-def test_bubblewrap_refuses_a_bwrap_that_does_not_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
-) -> None:
+def test_bubblewrap_refuses_a_bwrap_that_does_not_work(tmp_path, monkeypatch, script, message):
     if script is None:
         monkeypatch.setenv("PATH", str(tmp_path))
     else:

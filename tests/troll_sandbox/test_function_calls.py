@@ -46,15 +46,7 @@ def judge(sandbox) -> Iterator[Judge]:
         yield judge
 
 
-def run_in(
-    sandbox: Bubblewrap,
-    judge: Judge,
-    program: str,
-    *asserts: str,
-    limits: Limits = LIMITS,
-    stop_at_failure: bool = False,
-    **fields: object,
-) -> list[Outcome]:
+def run_in(sandbox, judge, program, *asserts, limits=LIMITS, stop_at_failure=False, **fields):
     tests = parse_tests(json.dumps({"asserts": list(asserts), **fields} if asserts else fields))
     assert isinstance(tests, CodeTests | FunctionTests)
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.troll_sandbox.processes import needs_bubblewrap, reason, running, tried_again
 from troll_sandbox.bubblewrap import Bubblewrap
-from troll_sandbox.cases import CodeTests, StreamTests, Tests
+from troll_sandbox.cases import CodeTests, StreamTests
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.limits import MEBIBYTE, PASSED, Limits
 from troll_sandbox.stream_runs import run_stdio
@@ -246,9 +246,7 @@ def test_run_stdio_in_many_threads_leaves_no_descriptor(sandbox: Bubblewrap) -> 
     ],
     ids=["by standard input", "by calls"],
 )
-def test_executor_tries_again_if_a_sandbox_does_not_start(
-    sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch, job: tuple[str, Tests]
-) -> None:
+def test_executor_tries_again_if_a_sandbox_does_not_start(sandbox, monkeypatch, job):
     programs, fails = Bubblewrap(), ["/bin/false"]
     monkeypatch.setattr("troll_sandbox.executor.FIRST_PAUSE", 0.01)
     commands = chain([fails, fails, programs.command()], repeat(fails))
@@ -264,9 +262,9 @@ def test_standard_input_can_be_opened_by_name(sandbox: Bubblewrap) -> None:
 
 def test_run_stdio_measures_the_cpu_time_of_each_test(sandbox: Bubblewrap) -> None:
     program = (
-        "import threading, time\ndef work():\n    while time.process_time() < seconds: pass\nseconds = float(input())\n"
-        "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\ntime.sleep(0.2)\nprint(3)"
+        "import threading, time\ndef work():\n    while time.process_time() < seconds: pass\nseconds = float(input())"
     )
+    program += "\nthread = threading.Thread(target=work)\nthread.start()\nthread.join()\ntime.sleep(0.2)\nprint(3)"
     inputs = ["0.3", "0", "0.2", "0.1"]
     outcomes = run_stdio(sandbox, program, inputs, ["3", "3", "4", "3"], LIMITS, stop_at_failure=True)
     assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "not run"]

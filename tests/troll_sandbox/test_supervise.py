@@ -128,9 +128,7 @@ def test_watch_raises_on_a_machine_that_is_too_busy(sandbox: Bubblewrap) -> None
         (0.0, False, 99.0, "wall", 20.0),
     ],
 )
-def test_watch_does_not_count_waiting_for_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, share: float, busy: bool, idle_seconds: float, found: str, seconds: float
-) -> None:
+def test_watch_does_not_count_waiting_for_a_cpu(monkeypatch, share, busy, idle_seconds, found, seconds):
     now = 0.0
     monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(supervise, "_cpu_seconds", lambda pids: share * now * len(pids))
