@@ -160,7 +160,6 @@ def test_files_are_loaded_as_for_training() -> None:
         ({"task": None}, TrainingTask(None, None, {}, None, {}), "no task: name one with --task"),
         ({"chat_template_kwargs": "[1]"}, None, "chat_template_kwargs must be a JSON object"),
         ({"chat_template_kwargs": "{"}, None, "chat_template_kwargs is not valid JSON"),
-        ({"eval_size": 0}, None, "eval_size must be at least 1"),
         ({"task_options": ["{"]}, None, "not valid JSON"),
     ],
 )

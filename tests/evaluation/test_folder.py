@@ -47,7 +47,7 @@ def test_two_commands_cannot_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_a_missing_one_is_empty(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("[]")
     with (
         pytest.raises(EvaluationError, match=r"settings\.json: expected a JSON object.*: choose"),
@@ -55,6 +55,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ):
         pass
     assert read_object(tmp_path / "missing.json") == {}
+    assert read_records(tmp_path / "missing.jsonl", ORDER, 4) == []
 
 
 ORDER = [(problem, sample) for problem in (2, 0, 1) for sample in (0, 1)]
@@ -79,10 +80,6 @@ def written(path: Path, count: int) -> list[dict[str, Any]]:
     append_records(path, records[:1])
     append_records(path, records[1:])
     return records
-
-
-def test_a_file_that_is_missing_has_no_records(tmp_path: Path) -> None:
-    assert read_records(tmp_path / "x.jsonl", ORDER, 4) == []
 
 
 @pytest.mark.parametrize(("there", "left"), [(6, 6), (5, 4), (4, 4), (3, 0), (1, 0)])

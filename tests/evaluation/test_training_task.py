@@ -16,7 +16,8 @@ from troll.tasks import TaskConfig
 TRAINED = TrainingTask("gsm8k", None, {"prompt": "{question} ½"}, 8, {"enable_thinking": False})
 
 
-def test_every_folder_with_the_model_has_it(tmp_path: Path) -> None:
+def test_every_folder_with_the_model_has_it_and_no_other(tmp_path: Path) -> None:
+    assert find_training_task(str(tmp_path)) is None
     run = tmp_path / "run"
     for folder in (run / "model", run / "checkpoint-2", run / "checkpoint-4"):
         folder.mkdir(parents=True)
@@ -29,10 +30,6 @@ def test_every_folder_with_the_model_has_it(tmp_path: Path) -> None:
         assert find_training_task(str(folder)) == TRAINED
     found = find_training_task(str(run / "checkpoint-4"))
     assert found is not None and found.task == "math", "a checkpoint that was cut short has that of its run"
-
-
-def test_other_models_have_none(tmp_path: Path) -> None:
-    assert find_training_task(str(tmp_path)) is None
 
 
 def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

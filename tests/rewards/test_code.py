@@ -239,18 +239,6 @@ def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
     assert {verdict.reason for verdict in verdicts} == {"unscored: no process is left"}
 
 
-def test_a_grader_that_cannot_start_again_leaves_its_batch_unscored(monkeypatch):
-    grader = CodeGrader(workers=1, limits=Limits(wall_seconds=2.0))
-    grader.close()
-    fails = Mock(side_effect=SandboxError("no process is left"))
-    with monkeypatch.context() as patch:
-        patch.setattr("troll.rewards.code.Bubblewrap", fails)
-        assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [None]
-    assert 1 <= fails.call_count <= 10
-    assert grader(["p"], [RIGHT + " "], tests=[DOUBLE]) == [1.0]
-    grader.close()
-
-
 def test_all_tests_are_run_only_where_the_share_is_asked_for():
     sandbox = Trouble(calls=0)
     limits = Limits(cpu_seconds=1.0)

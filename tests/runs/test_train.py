@@ -200,7 +200,6 @@ def test_true_in_yaml_resumes_from_the_last_checkpoint(short_run, tmp_path):
         (["--model_name_or_path", "OCCUPIED"], "does not hold a model"),
         (["--model_name_or_path", "nobody/nothing"], "no such folder"),
         (["--model_name_or_path", "OCCUPIED", "--warm_up", '{"max_steps": 3}'], "warm_up is how the model 'toy'"),
-        (["--task", "nonsense"], "unknown task"),
         (
             ["--eval_tasks", "free_text", "--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"],
             "eval_tasks and dataloader_persistent_workers exclude each other",

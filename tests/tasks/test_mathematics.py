@@ -24,10 +24,8 @@ def real(name):
 
 
 def rows(count, first=0):
-    return [
-        {"question": f"How much is {n} + 1000?", "answer": f"Add.\n#### {n + 1000:,}"}
-        for n in range(first, first + count)
-    ]
+    numbers = range(first, first + count)
+    return [{"question": f"How much is {n} + 1000?", "answer": f"Add.\n#### {n + 1000:,}"} for n in numbers]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-import itertools
 import threading
 import time
 from contextlib import closing
+from itertools import chain, pairwise, repeat
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -121,7 +121,7 @@ def test_run_tries_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) ->
         return [PASSED]
 
     assert found(sandbox, Limits(wall_seconds=10)) == [PASSED]
-    assert [round((b - a) / 0.02) >= 2**n for n, (a, b) in enumerate(itertools.pairwise(attempts))] == [True] * 3
+    assert [round((b - a) / 0.02) >= 2**n for n, (a, b) in enumerate(pairwise(attempts))] == [True] * 3
     attempts.clear()
     assert isinstance(found(sandbox, Limits(wall_seconds=0.01)), SandboxError)
     assert 1 <= len(attempts) <= 3
@@ -135,6 +135,9 @@ def test_run_makes_a_sandbox_again_after_a_failure() -> None:
     assert running.run([Job("a", TESTS, True)]) == [[PASSED]]
     assert make.call_count == 4
     running.close()
+    running = Executor(Mock(side_effect=chain([made], repeat(trouble))), SHORT, 1)
+    running.close()
+    assert running.run([Job("a", TESTS, True)]) == [trouble]
 
 
 def test_run_gives_a_starving_program_the_time_limit() -> None:
