@@ -8,7 +8,7 @@ import pytest
 
 from troll import cli
 from troll.evaluation.command import as_in_training, by_task, configuration, other_prompts
-from troll.evaluation.config import EvaluationError
+from troll.evaluation.config import EvaluationConfig, EvaluationError
 from troll.evaluation.training_task import TrainingTask
 from troll.tasks import TaskConfig, TaskError
 
@@ -16,8 +16,9 @@ PARSER = ArgumentParser()
 cli._add_eval(PARSER)
 
 
-def typed(**changed: Any) -> Namespace:
-    return Namespace(**{**vars(PARSER.parse_args(["some/model", "--task", "gsm8k"])), **changed})
+def configured(trained: TrainingTask | None = None, **changed: Any) -> EvaluationConfig:
+    typed = vars(PARSER.parse_args(["some/model", "--task", "gsm8k"])) | changed
+    return configuration(Namespace(**typed), trained)
 
 
 def test_one_task_takes_a_path_as_it_is() -> None:
@@ -48,18 +49,15 @@ TRAINED = TrainingTask(
 
 
 def test_options_become_settings() -> None:
-    config = configuration(
-        typed(
-            task=["gsm8k", "reasoning_gym:chain_sum"],
-            dataset_path=["gsm8k=data"],
-            task_options=['reasoning_gym:chain_sum={"max_terms": 3}'],
-            eval_size=7,
-            samples=4,
-            k=[1, 2],
-            chat_template_kwargs='{"enable_thinking": false}',
-            output_dir=Path("out"),
-        ),
-        None,
+    config = configured(
+        task=["gsm8k", "reasoning_gym:chain_sum"],
+        dataset_path=["gsm8k=data"],
+        task_options=['reasoning_gym:chain_sum={"max_terms": 3}'],
+        eval_size=7,
+        samples=4,
+        k=[1, 2],
+        chat_template_kwargs='{"enable_thinking": false}',
+        output_dir=Path("out"),
     )
     first, second = config.tasks
     assert (first.task, first.dataset_path, first.options, first.eval_size) == ("gsm8k", "data", {}, 7)
@@ -67,12 +65,12 @@ def test_options_become_settings() -> None:
     assert (config.samples, config.resolved_ks, config.resolved_temperature) == (4, [1, 2], 1.0)
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert config.folder == Path("out")
-    assert configuration(typed(), None).tasks[0].eval_size is None
+    assert configured().tasks[0].eval_size is None
 
 
 def test_a_model_brings_the_settings_of_its_own_task() -> None:
     for names in (None, ["math"]):
-        config = configuration(typed(task=names), TRAINED)
+        config = configured(TRAINED, task=names)
         (task,) = config.tasks
         assert (task.task, task.dataset_path, task.eval_size) == ("math", "/data/math", 8)
         assert task.options == TRAINED.task_options
@@ -85,15 +83,13 @@ def test_a_model_brings_the_settings_of_its_own_task() -> None:
 
 
 def test_options_override_single_settings_of_the_training() -> None:
-    config = configuration(
-        typed(
-            task=None,
-            task_options=['{"answer_format": "boxed", "prompt": "{question}"}'],
-            dataset_path=["elsewhere"],
-            eval_size=9,
-            chat_template_kwargs='{"enable_thinking": true}',
-        ),
+    config = configured(
         TRAINED,
+        task=None,
+        task_options=['{"answer_format": "boxed", "prompt": "{question}"}'],
+        dataset_path=["elsewhere"],
+        eval_size=9,
+        chat_template_kwargs='{"enable_thinking": true}',
     )
     (task,) = config.tasks
     assert (task.dataset_path, task.eval_size) == ("elsewhere", 9)
@@ -107,10 +103,8 @@ def test_options_override_single_settings_of_the_training() -> None:
 
 
 def test_null_removes_a_setting_of_the_training() -> None:
-    arguments = typed(
-        task=None, task_options=['{"system_prompt": null}'], chat_template_kwargs='{"enable_thinking": null}'
-    )
-    config = configuration(arguments, TRAINED)
+    nothing = {"task_options": ['{"system_prompt": null}'], "chat_template_kwargs": '{"enable_thinking": null}'}
+    config = configured(TRAINED, task=None, **nothing)
     assert config.tasks[0].options == {"answer_format": "tag"}
     assert config.chat_template_kwargs == {}
     assert other_prompts(config, TRAINED) == [
@@ -120,7 +114,7 @@ def test_null_removes_a_setting_of_the_training() -> None:
 
 
 def test_other_tasks_have_the_variables_of_the_chat_template_and_nothing_else() -> None:
-    config = configuration(typed(task=["gsm8k", "reasoning_gym:chain_sum"]), TRAINED)
+    config = configured(TRAINED, task=["gsm8k", "reasoning_gym:chain_sum"])
     assert [(task.dataset_path, task.options, task.eval_size) for task in config.tasks] == [(None, {}, None)] * 2
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert as_in_training(config, TRAINED) == 'as in training: chat_template_kwargs {"enable_thinking": false}'
@@ -134,7 +128,7 @@ def test_other_tasks_have_the_variables_of_the_chat_template_and_nothing_else() 
 
 def test_the_prompt_of_one_task_is_not_expected_of_another() -> None:
     trained = TrainingTask("reasoning_gym:chain_sum", None, {"prompt": "{expression} =", "max_terms": 3}, 8, {})
-    config = configuration(typed(task=["gsm8k"]), trained)
+    config = configured(trained, task=["gsm8k"])
     assert other_prompts(config, trained) == []
     assert as_in_training(config, trained) is None
 
@@ -143,13 +137,13 @@ def test_a_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     trained = TrainingTask.of(TaskConfig("own.py:8", dataset_path="rows.jsonl", eval_size=4), None)
     for names in (None, ["./own.py:8"], [f"{tmp_path}/own.py:8"]):
-        (task,) = configuration(typed(task=names), trained).tasks
+        (task,) = configured(trained, task=names).tasks
         assert (task.task, task.dataset_path, task.eval_size) == ((names or ["own.py:8"])[0], "rows.jsonl", 4)
-    assert configuration(typed(task=["own.py:9"]), trained).tasks[0].dataset_path is None
+    assert configured(trained, task=["own.py:9"]).tasks[0].dataset_path is None
 
 
 def test_files_are_loaded_as_for_training() -> None:
-    tasks = configuration(typed(task=["gsm8k", "own.py", "own.yaml"]), None).tasks
+    tasks = configured(task=["gsm8k", "own.py", "own.yaml"]).tasks
     assert [task.train_size for task in tasks] == [1, None, None]
 
 
@@ -165,4 +159,4 @@ def test_files_are_loaded_as_for_training() -> None:
 )
 def test_mistakes_are_refused(changed: dict[str, Any], trained: TrainingTask | None, message: str) -> None:
     with pytest.raises((EvaluationError, TaskError), match=message):
-        configuration(typed(**changed), trained)
+        configured(trained, **changed)

@@ -75,7 +75,6 @@ def test_train_size_counts_rows_without_held_out_questions(folder):
         ({"question": "How?", "answer": "So."}, r"train row 1 \(counted from 0\) of .* 'answer': it must end in '####"),
         ({"question": "How?", "answer": "#### many"}, "train row 1 .*'#### many'"),
         ({"question": "How?", "answer": "####"}, "train row 1"),
-        ({"question": "How?", "answer": None}, "train row 1 .* no answer in its field 'answer', got None"),
         ({"question": " ", "answer": "#### 1"}, "train row 1 .* no text in its field 'question', got ' '"),
     ],
 )

@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import yaml
@@ -158,15 +158,11 @@ def test_config_parses_from_the_command_line_with_those_of_trl():
     assert TaskConfig().options == {}
 
 
-def test_all_held_out_rows_are_null_in_yaml(tmp_path):
-    text = "task: math500\neval_size: null\n"
-    assert parsed(tmp_path, text) == TaskConfig("math500", eval_size=None)
-    assert parsed(tmp_path, text, "--eval_size", "7") == TaskConfig("math500", eval_size=7)
-
-
 def test_config_parses_from_yaml(tmp_path):
-    text = "task: gsm8k\ndataset_path: data\ntask_options:\n  max_terms: 3\n"
-    assert parsed(tmp_path, text) == TaskConfig(task="gsm8k", dataset_path="data", task_options={"max_terms": 3})
+    text = "task: math500\ndataset_path: data\neval_size: null\ntask_options:\n  max_terms: 3\n"
+    config = TaskConfig("math500", "data", eval_size=None, task_options={"max_terms": 3})
+    assert parsed(tmp_path, text) == config
+    assert parsed(tmp_path, text, "--eval_size", "7") == replace(config, eval_size=7)
 
 
 def test_other_tasks_are_names_paths_or_mappings(tmp_path):
