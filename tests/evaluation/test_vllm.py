@@ -1,7 +1,5 @@
 """A stand-in takes the place of vLLM, and keeps what it is asked."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

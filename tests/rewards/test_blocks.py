@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from troll.rewards.blocks import defines, fenced_blocks, program_among

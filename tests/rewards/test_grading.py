@@ -1,7 +1,5 @@
 """Completions, as reward functions get them from TRL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

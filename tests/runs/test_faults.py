@@ -1,7 +1,5 @@
 """`troll train`, killed and started again with --resume_from_checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The estimates against what the CPU's allocator reports while the same thing runs on real tensors."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the agent of the recipe `memory-agent` is asked, and what it may know."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commit of the code in a run's summary."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

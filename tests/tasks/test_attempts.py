@@ -1,7 +1,5 @@
 """Answers in several attempts: what of them is redundant, in characters and in tokens, and what they are worth."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts as a model reads them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

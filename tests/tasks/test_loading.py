@@ -1,7 +1,5 @@
 """Several tasks in one run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

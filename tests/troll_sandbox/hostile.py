@@ -4,8 +4,6 @@
 its abstract Unix socket. TROLL_SECRET is in the user's environment.
 """
 
-from __future__ import annotations
-
 #: Tries to cancel the signal that ends it with its parent, and closes all descriptors.
 OUTLIVING = """
 if libc.prctl(1, 0, 0, 0, 0) == 0:

@@ -1,7 +1,5 @@
 """Helpers of the sandbox's tests: processes on this machine, and ways to disturb it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import shutil

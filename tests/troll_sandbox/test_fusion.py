@@ -1,7 +1,5 @@
 """Tests on a SandboxFusion server; a stand-in speaks its protocol and runs programs as plain processes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Right programs keep their verdicts while other programs attack."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ordinary programs work under the system call filter."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

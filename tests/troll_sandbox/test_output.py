@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from troll_sandbox.output import same_output

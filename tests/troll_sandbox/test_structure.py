@@ -1,7 +1,5 @@
 """The package as a whole."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Results of functions and printed outputs are compared by the same rule for numbers."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 from fractions import Fraction
