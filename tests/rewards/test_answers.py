@@ -6,10 +6,8 @@ import pytest
 
 from troll.rewards.answers import INSTRUCTIONS, FormatReward, final_answer, marked
 
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+ANSWERS = {
+    "boxed": [
         (r"so \boxed{72}.", "72"),
         (r"\boxed{1} then \boxed{72}", "72"),
         (r"\boxed{ 72 }", "72"),
@@ -38,14 +36,7 @@ from troll.rewards.answers import INSTRUCTIONS, FormatReward, final_answer, mark
         ("72", None),
         ("", None),
     ],
-)
-def test_boxed(text, answer):
-    assert final_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+    "hash": [
         ("so\n#### 72", "72"),
         ("#### 1\nno\n#### 72 \nbye", "72"),
         ("#### 1 #### 72", "72"),
@@ -68,14 +59,7 @@ def test_boxed(text, answer):
         ("### 72", None),
         (r"\boxed{72}", None),
     ],
-)
-def test_hash(text, answer):
-    assert final_answer(text, "hash") == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+    "tag": [
         ("<answer>72</answer>", "72"),
         ("<answer>1</answer> no <answer>\n72\n</answer>", "72"),
         ("<answer>17 <answer>18</answer>", "18"),
@@ -87,9 +71,15 @@ def test_hash(text, answer):
         ("</answer>72<answer>", None),
         ("72", None),
     ],
-)
-def test_tag(text, answer):
-    assert final_answer(text, "tag") == answer
+}
+
+
+ROWS = [(answer_format, *row) for answer_format, rows in ANSWERS.items() for row in rows]
+
+
+@pytest.mark.parametrize(("answer_format", "text", "answer"), ROWS)
+def test_final_answer_is_the_last_one_that_is_marked(answer_format, text, answer):
+    assert final_answer(text, answer_format) == answer
 
 
 @pytest.mark.parametrize("answer_format", INSTRUCTIONS)
@@ -107,7 +97,8 @@ def test_time_is_linear_in_the_text(part, answer_format):
     assert time.process_time() - start < 1  # a tenth of a second at most, on a quiet machine
 
 
-def test_instructions_show_the_format():
+def test_instructions_show_the_format_and_boxed_is_the_default():
+    assert final_answer(r"\boxed{72}") == "72"  # by default
     assert r"\boxed{}" in INSTRUCTIONS["boxed"]
     assert "####" in INSTRUCTIONS["hash"]
     assert "<answer></answer>" in INSTRUCTIONS["tag"]
