@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from rich.console import Console
 
-from tests.runs.conftest import chat_model, tiny_model  # noqa: F401  fixtures
+from tests.runs.conftest import tiny_model  # noqa: F401  a fixture
 from troll.evaluation.config import EvaluationConfig
 from troll.rewards.grading import Grader, Verdict
 from troll.tasks import Task, TaskConfig, registry

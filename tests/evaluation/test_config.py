@@ -41,8 +41,5 @@ def test_config_defaults(settings: Callable[..., EvaluationConfig]) -> None:
     assert settings(ks=[3, 2, 2]).resolved_ks == [2, 3]
     assert settings(model="org/name", output_dir=None).folder == Path("runs/eval-org-name")
     assert settings(model="./runs/demo/", output_dir=None).folder == Path("runs/eval-runs-demo")
-
-
-def test_names_of_tasks_as_files() -> None:
     assert slug("reasoning_gym:chain_sum") == "reasoning_gym-chain_sum"
     assert slug("my/tasks.yaml") == "my-tasks.yaml"

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import troll.evaluation
 from tests.evaluation.conftest import read_lines
-from tests.rewards.datasets import DATA
 from tests.trl.tiny import adapted
 from troll.evaluation import run as module
 from troll.evaluation.config import EvaluationConfig, EvaluationError
@@ -46,8 +45,6 @@ def generated(config: EvaluationConfig, console: Console) -> bytes:
 
 
 class Scripted:
-    """Writes the texts, one after the other."""
-
     batch_size = 4
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -279,10 +276,8 @@ def test_a_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, c
     tokenizer.add_tokens(["2:"])
     tokenizer.save_pretrained(model)
     rows = AutoModelForCausalLM.from_pretrained(model).get_input_embeddings().num_embeddings
-    message = (
-        rf"task 'letters': the prompt of problem 2 has the token '2:' \(id {rows}\), and .* has {rows} rows: call "
-    )
-    with pytest.raises(EvaluationError, match=message + r"model.resize_token_embeddings\(len\(tokenizer\)\)"):
+    message = rf"task 'letters': the prompt of problem 2 has the token '2:' \(id {rows}\), and .* has {rows} rows: "
+    with pytest.raises(EvaluationError, match=message + r"call model.resize_token_embeddings\(len\(tokenizer\)\)"):
         evaluate(settings(model=str(model), tasks=[letters]), console)
     assert evaluate(settings(model=str(model), output_dir=tmp_path / "other"), console)  # prompts without the token
 
@@ -297,20 +292,6 @@ def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(settings, tiny_model
         evaluate(settings(model=str(tmp_path / "adapter"), backend="vllm"), console)
     assert evaluate(settings(model=str(tmp_path / "adapter")), console)
     assert results_of(settings().folder)["settings"]["backend"] == "transformers"
-
-
-def test_gsm8k_by_chat_and_chain_sum_together(settings, chat_model, console):
-    if not (DATA / "gsm8k").is_dir():
-        pytest.skip(f"needs the GSM8K files in {DATA / 'gsm8k'}")
-    model = chat_model("{% for message in messages %}user: {{ message.content }} assistant: {% endfor %}")
-    gsm8k = TaskConfig(task="gsm8k", dataset_path=str(DATA / "gsm8k"), train_size=1, eval_size=3)
-    config = settings(model=str(model), tasks=[gsm8k, *settings().tasks])
-    assert evaluate(config, console)
-    results = results_of(config.folder)["tasks"]
-    assert results["gsm8k"]["problems"] == 3
-    records = read_lines(config.folder / results["gsm8k"]["generations"])
-    assert all(record["prompt"].startswith("user: ") for record in records)
-    assert "gsm8k" in console.export_text()
 
 
 def test_the_order_of_completions() -> None:

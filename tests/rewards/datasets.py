@@ -32,28 +32,17 @@ def rows(path: Path) -> list[dict]:
 
 
 def humaneval() -> list[Problem]:
-    return [
-        Problem(
-            row["task_id"],
-            row["prompt"] + row["canonical_solution"],
-            json.dumps({"check": row["test"], "entry_point": row["entry_point"], "setup": row["prompt"]}),
-        )
-        for row in rows(DATA / "humaneval" / "HumanEval.jsonl")
-    ]
+    def problem(row: dict) -> Problem:
+        tests = {"check": row["test"], "entry_point": row["entry_point"], "setup": row["prompt"]}
+        return Problem(row["task_id"], row["prompt"] + row["canonical_solution"], json.dumps(tests))
+
+    return list(map(problem, rows(DATA / "humaneval" / "HumanEval.jsonl")))
 
 
 def mbpp() -> list[Problem]:
-    return [
-        Problem(
-            f"MBPP/{row['task_id']}",
-            row["code"],
-            json.dumps(
-                {
-                    "asserts": row["test_list"],
-                    "setup": row["test_setup_code"],
-                    "names": ["sum"] if "assert sum(" in row["test_list"][0] else [],
-                }
-            ),
-        )
-        for row in rows(DATA / "mbpp" / "mbpp.jsonl")
-    ]
+    def problem(row: dict) -> Problem:
+        names = ["sum"] if "assert sum(" in row["test_list"][0] else []
+        tests = {"asserts": row["test_list"], "setup": row["test_setup_code"], "names": names}
+        return Problem(f"MBPP/{row['task_id']}", row["code"], json.dumps(tests))
+
+    return list(map(problem, rows(DATA / "mbpp" / "mbpp.jsonl")))

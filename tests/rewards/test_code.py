@@ -48,15 +48,6 @@ def fenced(program: str) -> str:
     return f"The solution is:\n\n```python\n{program}\n```\n\nIt passes all tests.\n"
 
 
-def failures(grader: CodeGrader, problems: list[Problem]) -> list[str]:
-    verdicts = grader.grade([fenced(p.program) for p in problems], tests=[p.tests for p in problems])
-    return [
-        f"{problem.name}: {verdict.reason}"
-        for problem, verdict in zip(problems, verdicts, strict=True)
-        if not verdict.success
-    ]
-
-
 def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int) -> tuple[list[str], int, int]:
     """Mutants on which grader and plain run differ, how many were rejected by both, and how many were tried."""
     cases = [
@@ -75,17 +66,10 @@ def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int)
     return different, rejected, len(cases)
 
 
-@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.slow)])
-def test_real_solutions_pass(share):
-    problems = datasets.humaneval() + datasets.mbpp()
-    assert len(problems) == 164 + 500
-    with closing(CodeGrader()) as default:
-        assert failures(default, problems[::share]) == []
-
-
 @pytest.mark.parametrize(("share", "per_program"), [(40, 1), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_mutants_get_the_verdict_of_a_plain_run(grader, share, per_program):
     problems = datasets.humaneval() + datasets.mbpp()
+    assert len(problems) == 164 + 500
     different, rejected, count = disagreements(grader, problems[::share], per_program)
     assert different == []
     assert rejected > count / 2

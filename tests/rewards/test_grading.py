@@ -1,5 +1,3 @@
-"""Completions, as reward functions get them from TRL."""
-
 from typing import Any
 
 import pytest

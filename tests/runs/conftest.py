@@ -52,7 +52,6 @@ def short(model: Path, folder: Path, **changed: object) -> list[str]:
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    """Settings as a command has them."""
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 

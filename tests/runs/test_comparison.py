@@ -45,7 +45,6 @@ def write_run(folder: Path, surrogate: str, seed: int, success: float | None, **
 
 
 def summarise(run: Path, **changes: Any) -> None:
-    """Changes the summary of a run."""
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(summary | changes))
 

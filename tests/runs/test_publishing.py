@@ -40,9 +40,7 @@ def task_of(prompts: list[Any], **changed: Any) -> Task:
     return Task("gsm8k", rows, rows, [], **changed)
 
 
-def card(
-    *overrides: str, task: Task | None = None, variables: dict[str, Any] | None = None, model: str = "m", **changed: Any
-) -> str:
+def card(*overrides, task=None, variables=None, model="m", **changed):
     recipe = recipes.load("quickstart", ["--output_dir", "runs/sums", *overrides])
     trained_on = TrainingTask.of(recipe.task, variables)
     return model_card(recipe, task or task_of(["1 + 1 ="]), trained_on, SUMMARY | changed, model)
@@ -62,7 +60,6 @@ def test_back_ends_are_there_or_refused_in_one_line(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """What stands in for `HfApi`."""
     hub = Mock(spec=HfApi)
     monkeypatch.setattr(publishing, "HfApi", hub)
     return hub

@@ -1,5 +1,3 @@
-"""The commit of the code in a run's summary."""
-
 import subprocess
 from pathlib import Path
 

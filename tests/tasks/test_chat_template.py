@@ -1,5 +1,3 @@
-"""Prompts as a model reads them."""
-
 from dataclasses import replace
 from pathlib import Path
 

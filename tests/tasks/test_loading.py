@@ -1,5 +1,3 @@
-"""Several tasks in one run."""
-
 from dataclasses import replace
 from typing import Any
 

@@ -68,7 +68,6 @@ def running(mark: str) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits until a condition holds, and fails if it does not."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -1,5 +1,3 @@
-"""Right programs keep their verdicts while other programs attack."""
-
 import json
 import os
 from collections.abc import Iterator

@@ -43,7 +43,6 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
 
 
 def call(machine: str, name: str, *arguments: int) -> int:
-    """What the filter returns for a call with arguments."""
     number = EVERY[name][MACHINES[machine][0]]
     assert number is not None
     return verdict(machine, number, *arguments)

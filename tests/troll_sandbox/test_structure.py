@@ -1,5 +1,3 @@
-"""The package as a whole."""
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -108,25 +108,16 @@ class Printer:
     random: Random
 
     def __call__(self, tree: Tree) -> str:
-        return self._text(tree)
-
-    def _text(self, tree: Tree) -> str:
         head, *parts = tree
         if head in ("number", "symbol", "constant"):
             return self.leaf(head, parts[0])
         if head in ("sum", "difference"):
             right = self.grouped(parts[1], ("sum",) if head == "sum" else _ADDITIVE)
-            return f"{self._text(parts[0])} {self.sign(head)} {right}"
-        return getattr(self, head)(*parts)
+            return f"{self(parts[0])} {self.sign(head)} {right}"
+        return self.function(head, parts[0]) if head in ("sin", "cos") else getattr(self, head)(*parts)
 
     def grouped(self, tree: Tree, heads: Sequence[str]) -> str:
-        return self.parentheses(self._text(tree)) if tree[0] in heads else self._text(tree)
-
-    def sin(self, part: Tree) -> str:
-        return self.function("sin", part)
-
-    def cos(self, part: Tree) -> str:
-        return self.function("cos", part)
+        return self.parentheses(self(tree)) if tree[0] in heads else self(tree)
 
     # Each notation defines what follows.
 
@@ -143,7 +134,7 @@ class Printer:
         return f"{self.grouped(over, _COMPOUND)}/{self.grouped(under, _COMPOUND)}"
 
     def function(self, name: str, part: Tree) -> str:
-        return f"{name}({self._text(part)})"
+        return f"{name}({self(part)})"
 
 
 _ADDITIVE = ("sum", "difference")
@@ -176,7 +167,7 @@ class Latex(Printer):
         return f"{left} {between} {right}"
 
     def quotient(self, over: Tree, under: Tree) -> str:
-        top, bottom = self._text(over), self._text(under)
+        top, bottom = self(over), self(under)
         forms = [rf"\frac{{{top}}}{{{bottom}}}", rf"\dfrac{{{top}}}{{{bottom}}}", rf"{{{top} \over {bottom}}}"]
         forms += [rf"\tfrac{{{top}}}{{{bottom}}}", rf"\nicefrac{{{top}}}{{{bottom}}}", rf"\sfrac{{{top}}}{{{bottom}}}"]
         if len(top) == len(bottom) == 1:
@@ -184,17 +175,17 @@ class Latex(Printer):
         return self._pick(*forms)
 
     def power(self, base: Tree, exponent: Tree) -> str:
-        return f"{self._text(base)}^{{{self._text(exponent)}}}"
+        return f"{self(base)}^{{{self(exponent)}}}"
 
     def root(self, part: Tree) -> str:
-        text = self._text(part)
+        text = self(part)
         return rf"\sqrt {text}" if self.fancy and len(text) == 1 else rf"\sqrt{{{text}}}"
 
     def function(self, name: str, part: Tree) -> str:
-        return rf"\{name}{self.parentheses(self._text(part))}"
+        return rf"\{name}{self.parentheses(self(part))}"
 
     def exp(self, part: Tree) -> str:
-        return rf"{self._pick(*_E)}^{{{self._text(part)}}}"
+        return rf"{self._pick(*_E)}^{{{self(part)}}}"
 
 
 class PlainLatex(Latex):
@@ -223,10 +214,10 @@ class Unicode(Latex):
         return vulgar.get((over, under)) or Printer.quotient(self, over, under)
 
     def power(self, base: Tree, exponent: Tree) -> str:
-        return f"{self._text(base)}{str(exponent[1]).translate(self._SUPERSCRIPTS)}"
+        return f"{self(base)}{str(exponent[1]).translate(self._SUPERSCRIPTS)}"
 
     def root(self, part: Tree) -> str:
-        return f"√({self._text(part)})" if part[0] not in ("number", "symbol") else f"√{self._text(part)}"
+        return f"√({self(part)})" if part[0] not in ("number", "symbol") else f"√{self(part)}"
 
 
 class Program(Printer):
@@ -240,10 +231,10 @@ class Program(Printer):
         return f"{self.grouped(first, _COMPOUND)}*{self.grouped(second, _COMPOUND)}"
 
     def power(self, base: Tree, exponent: Tree) -> str:
-        return f"{self._text(base)}{self.random.choice(('**', '^'))}{self._text(exponent)}"
+        return f"{self(base)}{self.random.choice(('**', '^'))}{self(exponent)}"
 
     def root(self, part: Tree) -> str:
-        return f"{self.random.choice(('', 'np.', 'math.'))}sqrt({self._text(part)})"
+        return f"{self.random.choice(('', 'np.', 'math.'))}sqrt({self(part)})"
 
     def exp(self, part: Tree) -> str:
-        return f"exp({self._text(part)})"
+        return f"exp({self(part)})"

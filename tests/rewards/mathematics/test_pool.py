@@ -89,7 +89,6 @@ def _family(pids):
 
 
 def _has_children(pids):
-    """Whether each of these processes has one."""
     return len(_family(pids)) == 2 * len(pids)
 
 
