@@ -237,20 +237,20 @@ def test_run_stdio_in_many_threads_leaves_no_descriptor(sandbox: Bubblewrap) -> 
 
 
 @pytest.mark.parametrize(
-    "job",
+    ("program", "tests"),
     [
         ("print(3)", StreamTests(("",), ("3",))),
         ("def f(): return 1", CodeTests(("assert f() == 1",), "", ("f",), (), ())),
     ],
     ids=["by standard input", "by calls"],
 )
-def test_executor_tries_again_if_a_sandbox_does_not_start(sandbox, monkeypatch, job):
+def test_executor_tries_again_if_a_sandbox_does_not_start(sandbox, monkeypatch, program, tests):
     programs, fails = Bubblewrap(), ["/bin/false"]
     monkeypatch.setattr("troll_sandbox.executor.FIRST_PAUSE", 0.01)
     commands = chain([fails, fails, programs.command()], repeat(fails))
     monkeypatch.setattr(programs, "command", lambda: next(commands))
-    assert tried_again(programs, *job, judges=sandbox) == [PASSED]
-    assert isinstance(tried_again(programs, *job, Limits(wall_seconds=0.5), sandbox), SandboxError)
+    assert tried_again(programs, program, tests, judges=sandbox) == [PASSED]
+    assert isinstance(tried_again(programs, program, tests, Limits(wall_seconds=0.5), sandbox), SandboxError)
 
 
 def test_standard_input_can_be_opened_by_name(sandbox: Bubblewrap) -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, repeat
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -241,8 +240,8 @@ _NO_START = Mock(side_effect=BlockingIOError("Resource temporarily unavailable")
 def test_a_machine_without_processes_is_tried_again(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
     pool.stop()
-    starts = chain([_NO_START] * 5, repeat(_start_stand_in))
-    monkeypatch.setattr(pool_module, "_start", lambda: next(starts)())
+    failures = iter([_NO_START] * 5)
+    monkeypatch.setattr(pool_module, "_start", lambda: next(failures, _start_stand_in)())
     assert _is_right()
     pool.stop()
     monkeypatch.setattr(pool_module, "_start", _NO_START)
