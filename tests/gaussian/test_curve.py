@@ -39,16 +39,6 @@ def test_variance_is_the_slope_over_tau(joint: bool) -> None:
     torch.testing.assert_close(curve.variance_at_zero(), curve.at(torch.zeros(4).double()).variance)
 
 
-def test_narrowing_keeps_the_roots_asked_for() -> None:
-    curve = curve_of(*policies(Gaussian, (4,), 3), joint=True)
-    tau = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    rows = torch.tensor([1, 3])
-    before = curve.at(tau)
-    curve.narrow(rows)
-    after = curve.at(tau[rows])
-    assert torch.equal(after.kl, before.kl[rows]) and torch.equal(after.variance, before.variance[rows])
-
-
 def test_roots_of_extreme_curves() -> None:
     """Ratios of variances from 1e-12 to 1e24, and means up to 1e12 standard deviations apart, where KL(τ) is a step."""
     a = torch.logspace(-12, 24, 37, dtype=torch.float64) - 1

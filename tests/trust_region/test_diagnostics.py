@@ -53,13 +53,6 @@ def policies(
     return troll.log_probs_at(tensor(new_logits, dtype), old.token_ids), old
 
 
-def test_a_tally_of_nothing_is_nan():
-    empty = ratio_report(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3))
-    assert all(math.isnan(value) for value in numbers(empty).values())
-    some = ratio_report(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3))
-    assert_same_numbers(numbers(empty + some), numbers(some))
-
-
 # Divergence between sequences
 
 

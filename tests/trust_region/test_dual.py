@@ -8,8 +8,7 @@ import torch
 
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, bounds, pairs, tensor, true_kl
-from troll import Constraint, project
-from troll.trust_region.constraint import SharedCurve
+from troll import project
 from troll.trust_region.dual import SOLVERS, TokenCurve, newton
 
 
@@ -51,22 +50,6 @@ def test_newton_counts_its_bisections(dtype):
         assert root.bisections.dtype == torch.int64
         assert (root.bisections < root.evaluations).all()
         assert bool(root.bisections.any()) == some, family
-
-
-def test_a_narrowed_curve_agrees_with_the_whole():
-    """That of single tokens, and that of groups."""
-    old, new = (torch.log_softmax(tensor(x), -1) for x in pairs("flat", 12, 5, seed=16))
-    constraint = Constraint.sequence(torch.ones(4, 3)).flat(torch.Size([4, 3]))
-    tau = torch.tensor([0.1, 0.4, 0.8, 0.9], dtype=torch.float64)
-    for make in (lambda: SharedCurve(old, new - old, constraint), lambda: TokenCurve(old[:4], (new - old)[:4])):
-        whole, part, roots = make(), make(), torch.tensor([1, 3])
-        part.narrow(roots)
-        for ours, expected in zip(part.at(tau[roots]), whole.at(tau), strict=True):
-            torch.testing.assert_close(ours, expected[roots])
-        torch.testing.assert_close(part.variance_at_zero(), whole.variance_at_zero()[roots])
-        seen = part.mean != 0
-        assert 0 < seen.sum() < len(seen)
-        torch.testing.assert_close(part.mean[seen], whole.mean[seen])
 
 
 @pytest.mark.parametrize("kl_bound", [1e-6, 1e-4, 1e-3, 10.0])

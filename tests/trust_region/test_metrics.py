@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -12,7 +11,7 @@ import troll
 from tests.trust_region.cases import MASK, TOKEN_FIELDS, assert_same_numbers, numbers, pairs, random_step, some, tensor
 from troll import TrustRegionStep
 from troll.diagnostics import coverage
-from troll.trust_region.metrics import Tally, masked_total, step_tally, support_tally
+from troll.trust_region.metrics import Tally, step_tally, support_tally
 
 
 def random_tally(seed: int) -> Tally:
@@ -51,13 +50,6 @@ def test_a_tally_reduced_over_processes_is_their_sum():
     )
     assert_same_numbers(numbers(reduced), numbers(tallies[0] + tallies[1] + tallies[2]))
     assert Tally().reduced(recorder("total"), recorder("largest")).values() == {}
-
-
-def test_masked_total_is_of_the_mask_and_has_no_gradient():
-    values = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
-    found = masked_total(values, torch.tensor([1, 0, 1]))
-    assert found.tolist() == [4.0, 2.0] and not found.requires_grad
-    assert masked_total(values, torch.zeros(3)).tolist() == [0.0, 0.0]
 
 
 def test_values_of_nothing_are_what_the_caller_says():
@@ -101,14 +93,6 @@ def test_step_tally_adds_up_over_micro_batches():
     assert found.maxima == expected.maxima
     for name, value in expected.values(empty=0.0).items():
         assert found.values(empty=0.0)[name].item() == pytest.approx(value.item(), rel=1e-12), name
-
-
-def test_without_a_projected_token():
-    step = random_step()
-    nothing = torch.zeros_like(step.multiplier)
-    metrics = metrics_of(dataclasses.replace(step, projected=nothing.bool(), multiplier=nothing), MASK)
-    assert metrics["multiplier"].item() == 0.0
-    assert metrics["projected_fraction"].item() == 0.0
 
 
 def test_tokens_that_are_no_distribution_are_counted_and_left_out():

@@ -389,19 +389,6 @@ def test_a_projected_token_with_a_sampled_token_below_the_floor(log_p, wrong, dt
     assert floor == pytest.approx(reference.step(new_row, row, 0.05, "floor").log_ratio, abs=tolerance)
 
 
-def test_the_ratio_of_an_engines_policy_is_that_of_its_logits():
-    """Also for a sampled token that the engine names beyond its largest."""
-    old_row, new_row = at(-40.0, -1.6, (-3.0, 2.0))
-    log_probs = torch.log_softmax(tensor(old_row[None]), -1)
-    named = torch.tensor([[1, 2, 3, 4, 5]])
-    old = troll.capture_top(
-        named, log_probs.gather(-1, named), torch.tensor([0]), log_probs[:, 0], vocab_size=6, mass_threshold=0.0
-    )
-    step = troll.trust_region_step(tensor(new_row[None]), old)
-    expected = reference.step(new_row, reference.capture(old_row, 0, 6, 0.0), 0.05, "bucket")
-    assert step.log_ratio.item() == pytest.approx(expected.log_ratio, abs=1e-8)
-
-
 # The floor says where it sees what is not there
 
 

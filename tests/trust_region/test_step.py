@@ -32,7 +32,7 @@ from tests.trust_region.cases import (
     tensor,
 )
 from tests.trust_region.reading.sources import KINDS, Problem
-from troll import PackedPolicy, SparsePolicy, TrustRegionStep, troll_loss, trust_region_step
+from troll import PackedPolicy, SparsePolicy, TrustRegionStep, trust_region_step
 from troll.trust_region.step import PULLS, TAILS
 
 SUPPORTS = [(1, 0.0), (4, 1e-2), (9, 1e-5), (20, 0.0)]
@@ -372,9 +372,8 @@ def test_rows_that_are_not_finite(side, tail, pull):
     for name in (*TOKEN_FIELDS, "entropy"):
         assert torch.equal(getattr(step, name)[fine], getattr(clean, name)[fine]), name
     (step.log_ratio + step.regression)[fine].sum().backward()
-    assert logits.grad is not None and logits.grad[fine].isfinite().all()
-    if side == "new":
-        assert not logits.grad[1:4].any()
+    # Masked tokens may be such rows, and one NaN there would reach every weight of the model.
+    assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[1:4].any()
 
 
 @pytest.mark.parametrize("kl_bound", [0.05, math.inf])
@@ -388,28 +387,6 @@ def test_a_sampled_token_that_the_new_policy_excludes_has_ratio_0(kl_bound):
     assert step.kl_before.isfinite().all()
     (step.log_ratio.exp() + step.regression).sum().backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("pull", ["projection", "proximal"])
-@pytest.mark.parametrize("where", ["new", "old", "both"])
-def test_masked_logits_that_are_not_finite_leave_every_gradient_finite(where, pull, tail):
-    """From the logits on: padding may hold anything, and one NaN there would reach every weight of the model."""
-    generator = torch.Generator().manual_seed(10)
-    old_logits, new_logits = (torch.randn(2, 4, 9, generator=generator) for _ in range(2))
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
-    if where in ("old", "both"):
-        old_logits[~mask] = math.nan
-    if where in ("new", "both"):
-        new_logits[~mask] = math.nan
-    old = troll.capture(old_logits, torch.zeros(2, 4, dtype=torch.int64), top_k=3)
-    logits = new_logits.requires_grad_()
-    loss, metrics = troll_loss(trust_region_step(logits, old, 0.05, tail=tail, pull=pull), torch.ones(2), mask)
-    loss.backward()
-    assert loss.isfinite()
-    assert metrics["nonfinite"] == 0
-    assert logits.grad is not None and logits.grad.isfinite().all()
-    assert logits.grad[mask].abs().amax(-1).min() > 0
 
 
 IDS = torch.tensor([[0, 1, 2], [0, 1, 2]])

@@ -265,21 +265,20 @@ def test_unpack_stack_and_cat_do_not_wait():
     assert joined.log_prob.shape == (12, 4) and joined.nbytes == 2 * packed.nbytes
 
 
-def test_packing_and_indexing_wait_once():
+@pytest.mark.parametrize(
+    ("take", "wait"),
+    [
+        (lambda packed, policy: PackedPolicy.of(policy), "nonzero"),
+        (lambda packed, _: packed[torch.tensor([3, 0])], "_local_scalar_dense"),
+        (lambda packed, _: packed[:, 2], "_local_scalar_dense"),
+        (lambda packed, _: packed.unbind(), "tolist"),
+        (lambda packed, _: packed[2:4], "tolist"),
+        (lambda packed, _: packed[-1], "tolist"),
+    ],
+)
+def test_packing_indexing_and_views_wait_once(take, wait):
     policy = random_policy((6, 4))
     packed = PackedPolicy.of(policy)
     with waits() as names:
-        PackedPolicy.of(policy)
-    assert names == ["nonzero"]
-    for index in (torch.tensor([3, 0]), (slice(None), 2)):
-        with waits() as names:
-            _ = packed[index]
-        assert names == ["_local_scalar_dense"]
-
-
-@pytest.mark.parametrize("take", [PackedPolicy.unbind, lambda packed: packed[2:4], lambda packed: packed[-1]])
-def test_views_wait_once(take):
-    packed = PackedPolicy.of(random_policy((6, 4)))
-    with waits() as names:
-        take(packed)
-    assert names == ["tolist"]
+        take(packed, policy)
+    assert names == [wait]
