@@ -145,11 +145,7 @@ def test_differences_know_what_a_left_out_field_means() -> None:
         ("quickstart", ["stray"], "unknown argument 'stray'"),
         # Inside a dictionary.
         ("quickstart", ["--surrogate_kwargs.weight", "0.3"], "surrogate 'troll' has no setting 'weight', and none of"),
-        (
-            "quickstart",
-            ["--surrogate=kl_penalty", "--surrogate_kwargs.weight"],
-            "kwargs.weight needs a value",
-        ),
+        ("quickstart", ["--surrogate=kl_penalty", "--surrogate_kwargs.weight"], "kwargs.weight needs a value"),
         ("quickstart", ["--surogate_kwargs.weight", "1"], "'--surogate_kwargs.weight', did you mean --surrogate_k"),
         ("quickstart", ["--learning_rate.weight", "1"], "unknown argument '--learning_rate.weight'"),
         (

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from tests.trust_region.bound_kinds import NOTHING, OPTIONS
-from troll.trust_region.bounds import (
-    BOUNDS,
-    Bound,
-    BoundStatistics,
-    make_bound,
-)
+from troll.trust_region.bounds import BOUNDS, Bound, BoundStatistics, make_bound
 
 # make_bound
 

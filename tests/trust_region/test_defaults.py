@@ -10,6 +10,9 @@ import pytest
 
 import troll
 
+STEP = {"kl_bound": 0.05, "tail": "bucket", "solver": "newton", "constraint": None, "pull": "projection"}
+LOSS = {"regression_weight": 1.0, "ratio_level": "token", "aggregation": "sequence_mean", "max_length": None}
+
 
 @pytest.mark.parametrize(
     ("function", "expected"),
@@ -17,27 +20,8 @@ import troll
         (troll.capture, {"top_k": 64, "mass_threshold": 1e-5, "truncation": None}),
         (troll.capture_top, {"top_k": 64, "mass_threshold": 1e-5, "truncated": False}),
         (troll.project, {"kl_bound": 0.05, "solver": "newton", "constraint": None}),
-        (
-            troll.trust_region_step,
-            {
-                "kl_bound": 0.05,
-                "tail": "bucket",
-                "solver": "newton",
-                "constraint": None,
-                "pull": "projection",
-                "entropy": False,
-            },
-        ),
-        (
-            troll.troll_loss,
-            {
-                "regression_weight": 1.0,
-                "ratio_level": "token",
-                "aggregation": "sequence_mean",
-                "max_length": None,
-                "num_tokens": None,
-            },
-        ),
+        (troll.trust_region_step, STEP | {"entropy": False}),
+        (troll.troll_loss, LOSS | {"num_tokens": None}),
     ],
 )
 def test_defaults_are_those_of_the_design(function: Callable[..., Any], expected: dict[str, Any]):

@@ -9,16 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.trust_region.steps import (
-    DEVICE,
-    DIFFERENTIABLE,
-    FIELDS,
-    Case,
-    assert_agrees,
-    case_of,
-    numbers,
-    run,
-)
+from tests.trust_region.steps import DEVICE, DIFFERENTIABLE, FIELDS, Case, assert_agrees, case_of, numbers, run
 from troll.trust_region import step_triton
 from troll.trust_region.step import PULLS, TAILS
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tests.verl.actor import Actor, as_batch, captured, nested, rollout, trolled
+from tests.verl.reference import check_left_out
+from tests.verl.worker import left_out
 from troll import PackedPolicy, capture
 from troll.trust_region.policy.serialized import CorruptPolicy, to_records
 
@@ -110,13 +111,7 @@ def test_updates_on_what_is_no_number_are_left_out(
     """As verl leaves them out where gradients are not finite."""
     actor = trolled()
     monkeypatch.setitem(vars(actor.engine), "reads_head", reads_head)
-    scored, before = actor.score(as_batch(rollout())), actor.parameters()
-    with actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden + value):
-        metrics = actor.update(scored)
-    assert all(count > 0 for count in metrics["trust_region/nonfinite"])
-    assert all(math.isnan(norm) for norm in metrics["grad_norm"])
-    assert all(torch.equal(value, before[name]) for name, value in actor.parameters().items())
-    assert not math.isnan(actor.update(scored)["grad_norm"][0])
+    check_left_out(left_out(actor, rollout(), value))
 
 
 def test_a_run_goes_on_after_a_refused_update() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from verl.utils.py_functional import rename_dict
 
 from tests.tolerance import rounding
 from tests.verl.actor import REPORTED, as_batch, nested, rollout, trolled
-from troll import PackedPolicy, TrustRegionStep, capture, trust_region_step
+from troll import PackedPolicy, capture, trust_region_step
 from troll.trust_region.policy.serialized import to_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
@@ -57,17 +56,7 @@ def report(data: TensorDict, policy: PackedPolicy) -> None:
     data["old_policies"] = nested(to_records(policy, data["responses"].offsets().diff().tolist()))
 
 
-def check_step(outputs: dict[str, Tensor], step: TrustRegionStep) -> None:
-    """Asserts that an update handed out the ratios and the kept mass of a step on a kept set."""
-    assert step.kept_log_mass is not None
-    for name, value in (("log_ratio", step.log_ratio), ("kept_log_mass", step.kept_log_mass)):
-        torch.testing.assert_close(outputs[f"trust_region_{name}"], value, rtol=1e-6, atol=1e-6)
-
-
-TRUNCATIONS = pytest.mark.parametrize("rollout", [{"rollout_top_p": 0.8}, {"rollout_top_k": 5}])
-
-
-@TRUNCATIONS
+@pytest.mark.parametrize("rollout", [{"rollout_top_p": 0.8}, {"rollout_top_k": 5}])
 def test_truncated_rollouts_have_the_cores_policies_and_steps(rollout: dict[str, Any]) -> None:
     data, labels, logits, tokens = micro_batch()
     settings = TrollPolicyLossConfig(kl_bound=0.1, top_k=2, **rollout)
@@ -77,28 +66,15 @@ def test_truncated_rollouts_have_the_cores_policies_and_steps(rollout: dict[str,
 
     old = capture(logits[tokens.rows], data["responses"].values(), truncation=settings.truncation)
     step = trust_region_step(moved(logits)[tokens.rows], old, 0.1)
-    check_step(outputs, step)
     assert step.projected.any() and step.kept_log_mass is not None
+    for name, value in (("log_ratio", step.log_ratio), ("kept_log_mass", step.kept_log_mass)):
+        torch.testing.assert_close(outputs[f"trust_region_{name}"], value, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(scores["log_probs"], old.log_prob, rtol=1e-6, atol=1e-6)
     log_probs = torch.log_softmax(logits[tokens.rows].double(), -1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     torch.testing.assert_close(scores["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)  # of the whole policy
     mass = step.kept_log_mass[data["response_mask"].values().bool()].exp().mean()
     assert updating.metrics()["kept_mass"] == pytest.approx(mass.item(), rel=1e-5)
-
-
-@TRUNCATIONS
-def test_a_truncated_rollout_is_the_anchor_by_what_its_engine_kept(rollout: dict[str, Any]) -> None:
-    data, labels, logits, tokens = micro_batch()
-    settings = TrollPolicyLossConfig(kl_bound=0.1, anchor="rollout", bypass_mode=True, **rollout)
-    old = capture(logits[tokens.rows], data["responses"].values(), truncation=settings.truncation)
-    # An engine does not say how much of the whole policy it kept.
-    old = dataclasses.replace(old, tail_log_prob=torch.full_like(old.tail_log_prob, -torch.inf))
-    report(data, PackedPolicy.of(old))
-    for new, is_equal in ((logits, True), (moved(logits), False)):
-        step = trust_region_step(new[tokens.rows], old, 0.1)
-        check_step(read(hooks(settings)[1], new.clone(), data, labels, tokens), step)
-        assert bool((step.log_ratio.abs() < 1e-5).all()) is is_equal
 
 
 def test_tokens_that_a_truncated_rollout_did_not_report_have_the_networks_own_kept_policy() -> None:

@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from verl.protocol import DataProto
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import AdvantageEstimator
-from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from tests.tolerance import within
 from tests.verl.actor import Step, as_batch, model_folder, rollout, single, trolled
@@ -92,43 +88,9 @@ def test_projected_tokens_keep_the_other_terms() -> None:
     check(model_folder(), actor.steps, metrics, divided(samples), settings, **terms)
 
 
-def padded(tensors: list[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
-
-#: By the names of docs/verl.md; the other option is of GRPO.
-ESTIMATORS = {
-    "gae": (AdvantageEstimator.GAE, True),
-    "grpo": (AdvantageEstimator.GRPO, True),
-    "dr_grpo": (AdvantageEstimator.GRPO, False),
-    "rloo": (AdvantageEstimator.RLOO, True),
-    "reinforce++": (AdvantageEstimator.REINFORCE_PLUS_PLUS, True),
-    "reinforce++-baseline": (AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, True),
-}
-
-
-@pytest.mark.parametrize(("estimator", "by_std"), ESTIMATORS.values(), ids=ESTIMATORS)
-def test_advantages_of_every_estimator(estimator: AdvantageEstimator, by_std: bool) -> None:
-    """As verl computes them of rewards, in groups of four of a prompt."""
-    samples = rollout()
-    generator = torch.Generator().manual_seed(5)
-    mask = padded([sample.mask for sample in samples])
-    rewards = torch.zeros(mask.shape)
-    for row, sample in enumerate(samples):
-        rewards[row, len(sample.response) - 1] = torch.rand((), generator=generator)
-    values = torch.randn(mask.shape, generator=generator) * mask
-    data = DataProto.from_dict(
-        tensors={"token_level_rewards": rewards, "response_mask": mask, "values": values},
-        non_tensors={"uid": np.array([str(row // 4) for row in range(len(samples))], dtype=object)},
-    )
-    config = AlgoConfig(adv_estimator=estimator)
-    data = compute_advantage(data, estimator, gamma=0.99, lam=0.9, norm_adv_by_std_in_grpo=by_std, config=config)
-    advantages = data.batch["advantages"]
-    assert advantages.abs().sum() > 0
-    samples = [
-        dataclasses.replace(sample, advantages=row[: len(sample.response)].clone())
-        for sample, row in zip(samples, advantages, strict=True)
-    ]
+def test_advantages_may_differ_between_the_tokens_of_a_sequence() -> None:
+    """As those of GAE and of REINFORCE++ do."""
+    samples = [dataclasses.replace(x, advantages=y) for x, y in zip(rollout(), per_token(-1, 1, seed=5), strict=True)]
     actor = trolled()
     metrics = actor.update(actor.score(as_batch(samples)))
     check(model_folder(), actor.steps, metrics, divided(samples), Settings())

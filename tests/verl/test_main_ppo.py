@@ -28,6 +28,7 @@ SMALL = (
 )
 
 TROLL = "actor_rollout_ref.actor.policy_loss"
+REPORTED = (f"{TROLL}.anchor=rollout", "algorithm.rollout_correction.bypass_mode=true")
 
 
 @pytest.fixture(scope="session")
@@ -55,22 +56,20 @@ def main_ppo(run: Run, data: Path, *settings: str, dying: str = "") -> tuple[int
     return done.returncode, done.stdout
 
 
+def steps_of(run: Run, data: Path, *settings: str) -> dict[int, dict[str, float]]:
+    """Runs verl, which has to end well; the metrics of its steps."""
+    code, output = main_ppo(run, data, *settings)
+    assert code == 0, output[-9000:]
+    return run.metrics()
+
+
 def states(run: Run) -> list[tuple[str, ...]]:
     """What workers saved and loaded, in order: the deed, the checkpoint, the rank, the parameters."""
     return [tuple(line.split()) for line in (run.folder / "states.txt").read_text().splitlines()]
 
 
 def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path) -> None:
-    run = Run("troll", tmp_path, 2)
-    code, output = main_ppo(
-        run,
-        data,
-        f"{TROLL}.anchor=rollout",
-        "algorithm.rollout_correction.bypass_mode=true",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-    )
-    assert code == 0, output[-9000:]
-    steps = run.metrics()
+    steps = steps_of(Run("troll", tmp_path, 2), data, *REPORTED, "actor_rollout_ref.actor.optim.lr=1e-3")
     assert set(steps) == {1, 2}
     for metrics in steps.values():
         assert "timing_s/old_log_prob" not in metrics or metrics["timing_s/old_log_prob"] < 0.2, "there was a pass"
@@ -95,13 +94,10 @@ VLLM = (
 @pytest.mark.parametrize("top_k", [-1, 5], ids=["whole", "truncated"])
 def test_a_real_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp_path: Path, top_k: int) -> None:
     """With one update a rollout, at which the network still is what sampled the tokens."""
-    run = Run("troll", tmp_path, 3)
-    code, output = main_ppo(
-        run,
+    steps = steps_of(
+        Run("troll", tmp_path, 3),
         data,
-        *VLLM,
-        f"{TROLL}.anchor=rollout",
-        "algorithm.rollout_correction.bypass_mode=true",
+        *(*VLLM, *REPORTED),
         f"actor_rollout_ref.rollout.top_k={top_k}",
         "data.train_batch_size=8",
         "actor_rollout_ref.rollout.n=8",
@@ -109,8 +105,6 @@ def test_a_real_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.n_gpus_per_node=1",
     )
-    assert code == 0, output[-9000:]
-    steps = run.metrics()
     assert set(steps) == {1, 2, 3}
     for metrics in steps.values():
         assert metrics["actor/trust_region/kl_before_max"] <= within(1e-6)
@@ -124,18 +118,9 @@ def test_an_agent_with_a_memory_trains_on_all_its_conversations(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(MEMORY_AGENT), prepend=os.pathsep)
     subprocess.run([sys.executable, MEMORY_AGENT / "documents.py", tmp_path / "data"], check=True)
-    run = Run("troll", tmp_path / "run", 2)
     agent = "actor_rollout_ref.rollout.agent"
-    code, output = main_ppo(
-        run,
-        tmp_path / "data",
-        f"{agent}.agent_loop_config_path={MEMORY_AGENT / 'agent.yaml'}",
-        f"{agent}.default_agent_loop=memory_agent",
-        f"{TROLL}.anchor=rollout",
-        "algorithm.rollout_correction.bypass_mode=true",
-    )
-    assert code == 0, output[-9000:]
-    steps = run.metrics()
+    agents = f"{agent}.agent_loop_config_path={MEMORY_AGENT / 'agent.yaml'}", f"{agent}.default_agent_loop=memory_agent"
+    steps = steps_of(Run("troll", tmp_path / "run", 2), tmp_path / "data", *agents, *REPORTED)
     assert set(steps) == {1, 2}
     for metrics in steps.values():
         assert metrics["actor/trust_region/unreported_fraction"] == 0
@@ -143,10 +128,8 @@ def test_an_agent_with_a_memory_trains_on_all_its_conversations(
 
 
 def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> None:
-    run = Run("troll", tmp_path, 2)
-    code, output = main_ppo(run, data, "algorithm.adv_estimator=reinforce_plus_plus", f"{TROLL}.kl_bound=1e-6")
-    assert code == 0, output[-9000:]
-    metrics = run.metrics()[2]
+    settings = "algorithm.adv_estimator=reinforce_plus_plus", f"{TROLL}.kl_bound=1e-6"
+    metrics = steps_of(Run("troll", tmp_path, 2), data, *settings)[2]
     assert metrics["actor/trust_region/projected_fraction"] > 0
     bound = 1e-6 * (1 + within(1e-3))
     assert metrics["actor/trust_region/kl_after_max"] <= bound < metrics["actor/trust_region/kl_before_max"]

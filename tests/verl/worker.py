@@ -135,12 +135,12 @@ def _fsdp1(model: Path, samples: list[Sample]) -> dict[str, Any]:
         return trained(actor, as_batch(samples))
 
 
-def left_out(actor: Actor, samples: list[Sample]) -> dict[str, Any]:
-    """An update for which the last process computes NaN, and one after it."""
+def left_out(actor: Actor, samples: list[Sample], value: float = torch.nan) -> dict[str, Any]:
+    """An update for which the last process computes what is no number, and one after it."""
     scored, before = actor.score(as_batch(samples)), actor.parameters()
     hook: AbstractContextManager[Any] = nullcontext()
     if dist.get_rank() == dist.get_world_size() - 1:
-        hook = actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan)
+        hook = actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden + value)
     with hook:
         metrics = actor.update(scored)
     unchanged = all(torch.equal(value, before[name]) for name, value in actor.parameters().items())

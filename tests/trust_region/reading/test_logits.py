@@ -197,13 +197,7 @@ def test_donated_logits_are_taken_as_they_are(settings):
 
 @pytest.mark.parametrize(
     "part",
-    [
-        lambda x: x[:, :-1],
-        lambda x: x[1:],
-        lambda x: x[..., :-1],
-        lambda x: x.transpose(0, 1),
-        lambda x: x[:1],
-    ],
+    [lambda x: x[:, :-1], lambda x: x[1:], lambda x: x[..., :-1], lambda x: x.transpose(0, 1), lambda x: x[:1]],
     ids=["positions", "batch", "vocabulary", "transposed", "first"],
 )
 def test_a_view_cannot_be_donated(part):
@@ -231,10 +225,7 @@ def test_a_view_of_everything_can_be_donated():
         ("rows must be integers, got torch.float32", {"rows": torch.tensor([0.5])}),
         ("rows must be integers, got torch.bool", {"rows": torch.tensor([True, False])}),
         ("rows (N,) go with logits (L, V), got (1, 1) and (2, 7)", {"rows": torch.tensor([[1]])}),
-        (
-            "rows (N,) go with logits (L, V), got (1) and (2, 3, 7)",
-            {"rows": torch.tensor([1]), "logits": torch.zeros(2, 3, 7)},
-        ),
+        ("logits (L, V), got (1) and (2, 3, 7)", {"rows": torch.tensor([1]), "logits": torch.zeros(2, 3, 7)}),
     ],
     ids=range(10),
 )

@@ -14,13 +14,7 @@ from torch import Tensor
 from tests.trust_region import reference
 from tests.trust_region.cases import tensor
 from tests.trust_region.reading.sources import TRANSFORMS, plainly
-from troll.trust_region.reading.tiles import (
-    NO_TOKEN,
-    Support,
-    TailSums,
-    Tile,
-    Transform,
-)
+from troll.trust_region.reading.tiles import NO_TOKEN, Support, TailSums, Tile, Transform
 
 PLAIN = Transform()
 
