@@ -45,12 +45,8 @@ def test_possible_mutants_change_operators_numbers_truth_values_and_statements()
     ):
         assert SOURCE.replace(before, after) in changed_texts()
     assert len(changed_texts()) == 13
-
-
-def test_possible_mutants_leave_texts_and_annotations() -> None:
-    for text in changed_texts():
-        assert "A docstring with 3 words." in text
-        assert text.count("int | None") == 2
+    for text in changed_texts():  # leaves texts and annotations
+        assert "A docstring with 3 words." in text and text.count("int | None") == 2
         ast.parse(text)
 
 
@@ -59,10 +55,7 @@ def test_plant_follows_a_line_that_has_moved_and_been_indented() -> None:
     assert plant(SOURCE.encode(), mutant) == SOURCE.replace("x + 1", "x - 1").encode()
     moved = f"if LIMIT:\n    {SOURCE.replace(chr(10), chr(10) + '    ')}"
     assert plant(moved.encode(), mutant) == moved.replace("x + 1", "x - 1").encode()
-
-
-def test_plant_knows_that_a_line_is_gone() -> None:
-    assert plant(SOURCE.encode(), Mutant("core", "core/x.py", 12, 9, "return x + 2 <= LIMIT", "+", "-")) is None
+    assert plant(SOURCE.replace("x + 1", "x + 2").encode(), mutant) is None, "the line is gone"
 
 
 def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:

@@ -61,9 +61,6 @@ def run(command: list[str], folder: Path, *, code: int = 0, environment: dict[st
     return done.stdout
 
 
-# What is in the files.
-
-
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel, which is built from the source distribution, and the latter: as `make dist` makes them."""
@@ -107,9 +104,6 @@ def test_the_source_distribution_holds_the_checkout(release: tuple[Path, Path]) 
     assert found - {"PKG-INFO"} <= in_the_checkout()
     for kind in ("examples/own_loop.py", "tests/conftest.py", "docs/method.md", "LICENSE", "Makefile"):
         assert kind in found, kind
-
-
-# What works, by extra.
 
 
 def the_core(installed: Installed) -> None:

@@ -12,8 +12,6 @@ import pytest
 from tests.trust_region.bound_kinds import NOTHING, OPTIONS
 from troll.trust_region.bounds import BOUNDS, Bound, BoundStatistics, make_bound
 
-# make_bound
-
 
 def test_every_kind_is_found_by_its_name():
     assert OPTIONS.keys() == BOUNDS.keys()
@@ -68,9 +66,6 @@ def test_none_stands_for_the_default_of_an_option_that_has_it():
     assert made[0].value == made[1].value == pytest.approx(0.07)
 
 
-# What every bound has in common
-
-
 def random_statistics(seed, count):
     rng = np.random.default_rng(seed)
     return [BoundStatistics(float(f), float(kl)) for f, kl in zip(rng.random(count), rng.random(count), strict=True)]
@@ -107,9 +102,6 @@ def test_refuses_the_state_of_another_kind(name):
 def test_refuses_statistics_that_are_none(fraction, kl):
     with pytest.raises(ValueError, match=r"projected_fraction must|kl must"):
         BoundStatistics(fraction, kl)
-
-
-# Schedules
 
 
 def values(bound: Bound, steps: int) -> list[float]:
@@ -165,9 +157,6 @@ def test_schedules_last_the_whole_training_a_fraction_or_a_number_of_steps(name)
     assert values(make_bound(name, 0.2, end=0.1, steps=40), 40) == whole
     assert whole[-1] == 0.1
     assert all(a > b for a, b in itertools.pairwise(whole))
-
-
-# Controllers
 
 
 def fraction_of(bound: float, kl: float) -> float:

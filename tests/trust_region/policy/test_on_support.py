@@ -43,9 +43,6 @@ def pair_of(family: str, rows: int, size: int, **keywords: float) -> tuple[Polic
     return new, old, log_softmax(new_logits, axis=-1), log_softmax(old_logits, axis=-1)
 
 
-# Outcomes
-
-
 def test_log_probs_are_normalised_when_they_are_asked_for():
     policy = outcomes([[3.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], [0.5, -math.inf])
     assert policy.shape == (2,)
@@ -62,9 +59,6 @@ def test_present_outcomes_leave_out_unused_slots_and_a_tail_without_mass():
     for pair in ((some, none), (none, some), (some, some)):
         assert present_outcomes(*pair).tolist() == expected
     assert not present_outcomes(none, none)[:, -1].any()
-
-
-# KL on common outcomes
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 12])
@@ -182,9 +176,6 @@ def test_half_precision_is_computed_in_float32():
 def test_no_positions(shape):
     policy = random_policy(shape)
     assert sparse_kl(policy, policy).shape == sparse_entropy(policy).shape == shape
-
-
-# Entropy
 
 
 def entropy_of_row(log_probs: Array) -> float:

@@ -69,9 +69,6 @@ def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
     return SparsePolicy.cat([entry[None] for entry in entries])
 
 
-# Packing
-
-
 @many_examples
 @given(policy=policies())
 def test_packing_is_exact(policy):
@@ -98,9 +95,6 @@ def test_bytes_are_those_of_the_used_slots():
     assert packed[:2].nbytes == 2 * 20
     storages = sum(value.untyped_storage().nbytes() for value in vars(packed).values() if torch.is_tensor(value))
     assert storages == packed.nbytes  # none of the padded form's memory is kept alive
-
-
-# Indexing and moves
 
 
 @many_examples
@@ -158,9 +152,6 @@ def test_moves(policy, dtype):
     assert_packs(packed.to(torch.empty(0, dtype=policy.log_probs.dtype)), policy)
 
 
-# A buffer of sequences
-
-
 @many_examples
 @given(policy=policies(min_dims=1))
 def test_unbind_gives_the_entries_as_views(policy):
@@ -195,16 +186,18 @@ def test_cat_undoes_slicing(policy, data):
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [
-        *OTHER_CAPTURES,
-        ("dtype", random_policy(dtype=torch.float64)),
-        ("shape", random_policy((3, 5))),
-    ],
+    [*OTHER_CAPTURES, ("dtype", random_policy(dtype=torch.float64)), ("shape", random_policy((3, 5)))],
 )
 @pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
 def test_policies_that_do_not_fit_are_refused(join, name, other):
     with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
         join([PackedPolicy.of(random_policy()), PackedPolicy.of(other)])
+
+
+@pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
+def test_nothing_to_join_is_refused(join):
+    with pytest.raises(ValueError, match="policies must hold at least one"):
+        join([])
 
 
 def test_stack_takes_one_length_and_cat_takes_any():
@@ -214,12 +207,6 @@ def test_stack_takes_one_length_and_cat_takes_any():
         PackedPolicy.stack([policy, policy[:1]])
 
 
-@pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
-def test_nothing_to_join_is_refused(join):
-    with pytest.raises(ValueError, match="policies must hold at least one"):
-        join([])
-
-
 def test_a_single_position_has_no_first_dimension():
     single = PackedPolicy.of(random_policy(()))
     with pytest.raises(ValueError, match="unbind"):
@@ -227,9 +214,6 @@ def test_a_single_position_has_no_first_dimension():
     with pytest.raises(ValueError, match="stack them"):
         PackedPolicy.cat([single, single])
     assert_packs(PackedPolicy.stack([single, single]), stacked([random_policy(())] * 2))
-
-
-# Pickles
 
 
 @pytest.mark.parametrize("through", [by_pickle, by_torch, copy.deepcopy])
@@ -250,9 +234,6 @@ def test_a_pickle_of_a_part_holds_only_that_part(take):
     copied = copy.deepcopy(part)
     for value in vars(copied).values():
         assert not torch.is_tensor(value) or value.untyped_storage().nbytes() == value.nbytes
-
-
-# Waits for the device
 
 
 def test_unpack_stack_and_cat_do_not_wait():

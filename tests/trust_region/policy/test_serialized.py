@@ -26,6 +26,7 @@ from troll import PackedPolicy
 from troll.trust_region.policy.serialized import HEADER, CorruptPolicy, from_records, to_records
 
 LENGTHS = (3, 0, 1, 4)
+BAD_LENGTHS = [[3, 4], [9], [-1, 9], [], [3, 5, 1]]
 
 
 def captured(lengths: tuple[int, ...] = LENGTHS, **keywords: Any) -> PackedPolicy:
@@ -51,9 +52,6 @@ def batches(draw: st.DrawFn) -> tuple[PackedPolicy, list[int]]:
     policy = PackedPolicy.of(padded(counts, top_k, truncated=draw(st.booleans()), seed=seed))
     threshold = draw(st.floats(0, 1, exclude_max=True))
     return dataclasses.replace(policy, mass_threshold=threshold), lengths
-
-
-# There and back
 
 
 @many_examples
@@ -151,9 +149,6 @@ def splitmix_checksum(words: list[int]) -> list[int]:
     return [half - 2**32 if half >= 2**31 else half for half in halves]
 
 
-# Damage
-
-
 def test_every_flipped_bit_is_noticed():
     first, small = to_records(captured((2, 2), size=6, top_k=3), [2, 2])
     for word in range(small.numel()):
@@ -232,27 +227,20 @@ def test_nothing_to_read_is_refused():
         from_records([])
 
 
-# What cannot be written
-
-
-@pytest.mark.parametrize("lengths", [[3, 4], [9], [-1, 9], [], [3, 5, 1]])
-def test_lengths_that_do_not_fit_are_refused(lengths):
-    with pytest.raises(ValueError, match=r"lengths must be .+ for shape \(8,\)"):
-        to_records(captured(), lengths)
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"for shape \(3, 4\)"):
-        to_records(PackedPolicy.of(random_policy((3, 4))), [12])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(ValueError, match="policy must have float32 log_probs, got torch"):
-        to_records(captured().to(dtype), LENGTHS)
-
-
-def test_a_policy_that_does_not_fit_itself_is_refused():
-    policy = captured()
-    with pytest.raises(ValueError, match=r"policy has counts of .+ slots in all, and .+ slots"):
-        to_records(dataclasses.replace(policy, counts=policy.counts + 1), LENGTHS)
+@pytest.mark.parametrize(
+    ("change", "lengths", "message"),
+    [
+        *((lambda policy: policy, lengths, r"lengths must be .+ for shape \(8,\)") for lengths in BAD_LENGTHS),
+        (lambda _: PackedPolicy.of(random_policy((3, 4))), [12], r"for shape \(3, 4\)"),
+        (lambda policy: policy.to(torch.float64), LENGTHS, "policy must have float32 log_probs, got torch"),
+        (lambda policy: policy.to(torch.bfloat16), LENGTHS, "policy must have float32 log_probs, got torch"),
+        (
+            lambda policy: dataclasses.replace(policy, counts=policy.counts + 1),
+            LENGTHS,
+            r"policy has counts of .+ slots in all, and .+ slots",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(change, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        to_records(change(captured()), lengths)

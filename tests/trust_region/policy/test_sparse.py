@@ -45,9 +45,6 @@ def test_properties():
     )
 
 
-# Moves, views, indexing, concatenation
-
-
 def test_moves():
     policy = random_policy()
     double = policy.to(torch.float64)
@@ -123,21 +120,18 @@ def test_cat_undoes_splitting(dim):
     assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
 
 
-@pytest.mark.parametrize(("name", "other"), OTHER_CAPTURES)
-def test_cat_refuses_policies_captured_differently(name, other):
-    with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
-        SparsePolicy.cat([random_policy(), other])
-
-
-@pytest.mark.parametrize("dim", [2, -3])
-def test_cat_refuses_a_dimension_that_is_not_there(dim):
-    with pytest.raises(ValueError, match=r"dim must be .* in \[-2, 2\), got"):
-        SparsePolicy.cat([random_policy()] * 2, dim=dim)
-
-
-def test_cat_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="policies must hold at least one"):
-        SparsePolicy.cat([])
+@pytest.mark.parametrize(
+    ("policies", "dim", "message"),
+    [
+        *(([random_policy(), other], 0, f"share one {name}, got .+, .+") for name, other in OTHER_CAPTURES),
+        ([random_policy()] * 2, 2, r"dim must be .* in \[-2, 2\), got"),
+        ([random_policy()] * 2, -3, r"dim must be .* in \[-2, 2\), got"),
+        ([], 0, "policies must hold at least one"),
+    ],
+)
+def test_cat_refuses_what_does_not_fit(policies, dim, message):
+    with pytest.raises(ValueError, match=message):
+        SparsePolicy.cat(policies, dim=dim)
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
@@ -157,9 +151,6 @@ def test_positions_that_do_not_fit_are_refused():
     for shape in ((3, 5), (12,), (4, 3), ()):
         with pytest.raises(ValueError, match=r"old must hold the positions \(.*\), got \(3, 4\)"):
             random_policy((3, 4)).check_positions(shape)
-
-
-# Every public type: files and comparison
 
 
 def public_values() -> dict[str, Any]:

@@ -21,8 +21,6 @@ from troll.trust_region.policy.top import BLOCK, Top, largest, policy_from_top, 
 #: Thresholds that no fraction m/n with n ≤ 13 meets: there, rounding would decide.
 THRESHOLDS = st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91])
 
-# The largest entries
-
 
 @pytest.mark.parametrize("k", [1, 3, 10])
 @pytest.mark.parametrize("size", [64 * 40, 64 * 40 + 17])
@@ -77,9 +75,6 @@ def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
     ]
     expected = np.array([reference.log_softmax(np.array(row)) for row in unnormalised])
     np.testing.assert_allclose(array(policy.outcomes), expected, rtol=1e-14)
-
-
-# What an inference engine reports
 
 
 def engine_entries(

@@ -171,9 +171,6 @@ def test_capture_of_broken_rows_does_not_change_others(broken):
     assert policy.tail_log_prob[2:].isnan().all()
 
 
-# Of what has been read already
-
-
 def read_with_sampled(logits: Tensor, token_ids: Tensor, slots: int) -> Any:
     """The largest logits in no order, the sampled token among them, and unused slots at the end."""
     generator = torch.Generator().manual_seed(5)
@@ -205,9 +202,6 @@ def test_outcomes_that_lack_the_sampled_token_are_refused():
     policy = troll.log_probs_at(torch.zeros(2, 9), torch.tensor([[0, 1], [2, 3]]))
     with pytest.raises(ValueError, match="token_ids must be among the tokens that the source was read at, got 4"):
         troll.capture(policy, torch.tensor([1, 4]))
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(

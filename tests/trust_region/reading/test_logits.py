@@ -48,9 +48,6 @@ def assert_same_update(actual: Any, expected: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
-# Views
-
-
 def transposed(like: Tensor) -> Tensor:
     """The same numbers, the batch in the second dimension of memory."""
     return like.transpose(0, 1).contiguous().transpose(0, 1)
@@ -116,9 +113,6 @@ def test_tiles_change_nothing(tile, monkeypatch):
     assert_same_update(update(Logits(logits, 0.7, 1.2, 9.0), ids(B, T)), expected)
 
 
-# Rows
-
-
 @pytest.mark.parametrize("tile", [3 * V, 2**24])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "rows apart"])
@@ -133,9 +127,6 @@ def test_rows_are_what_indexing_gives(tile, index, padded, monkeypatch):
         others = torch.ones(23, dtype=torch.bool).index_fill(0, rows, False)
         assert not gradient[others].any()
         assert (gradient[rows].abs().sum(-1) > 0).all()
-
-
-# Logits that are given up
 
 
 def model_output(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -208,9 +199,6 @@ def test_a_view_cannot_be_donated(part):
 def test_a_view_of_everything_can_be_donated():
     logits = drawn(B, T, V)
     assert Logits(logits.view(-1, V), donate=True).donate
-
-
-# What does not fit
 
 
 @pytest.mark.parametrize(

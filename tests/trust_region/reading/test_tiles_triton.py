@@ -181,9 +181,6 @@ def test_no_rows():
     assert tile.gradient(support, Upstream(row, row, logits, None, None)).shape == (0, 100)
 
 
-# The gradient
-
-
 def gradient_of(part: Made, slots: int, entropy: bool) -> Upstream:
     """What a reading would pass, with random numbers for what arrives from above."""
     rows = len(part.logits)

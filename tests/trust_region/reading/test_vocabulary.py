@@ -13,8 +13,6 @@ from torch import Tensor
 
 from tests.trust_region.reading.sources import plainly
 from tests.trust_region.reading.vocabulary_worker import CASES, HIDDEN, TRITON_CASES, Case, Result, main, run
-from troll.trust_region.policy.top import Top
-from troll.trust_region.reading.vocabulary import Vocabulary
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 ALL_CASES = CASES + (TRITON_CASES if INTERPRETED else [])
@@ -131,14 +129,3 @@ def test_what_does_not_fit_is_refused_on_every_process(processes):
         assert process["refusals"].keys() == refused.keys()
         for name, text in refused.items():
             assert text in process["refusals"][name]
-
-
-def test_without_a_group_nothing_is_copied():
-    vocabulary = Vocabulary.held(7, None)
-    assert (vocabulary.start, vocabulary.size, vocabulary.width) == (0, 7, 7)
-    ids, logits, total = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3), torch.zeros(2)
-    top = Top(ids, logits, logits, total, total)
-    assert vocabulary.merge_top(top, ids[:, 0], 3) is top
-    on_support, log_sum = vocabulary.merge_support(logits, ids, total)
-    assert on_support is logits
-    assert log_sum.shape == (2, 1) and log_sum.data_ptr() == total.data_ptr()
