@@ -12,8 +12,6 @@ An environment takes about a quarter of an hour on two cores; name some to have 
 names a checkout of TRL, the tests can run with that too: `--environments trl-sources`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Processes that kill themselves at a chosen place of a training run, as the kernel or a scheduler would: SIGKILL."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """Pictures of the docs against what their scripts draw."""
 
-from __future__ import annotations
-
 import re
 
 import torch

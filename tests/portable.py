@@ -12,8 +12,6 @@ that train for long or interpret Triton's kernels. It takes more than an hour on
 environments (`trl`, `verl`) or settings to have a part of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

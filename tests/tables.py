@@ -1,7 +1,5 @@
 """The table of a conformance test as a Hugging Face model: what any trainer can load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The examples that stand on their own run to their end, and do what they say."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

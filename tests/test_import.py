@@ -1,7 +1,5 @@
 """What an import takes with it, and which names are public."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

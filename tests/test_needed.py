@@ -1,7 +1,5 @@
 """What an adapter needs: what is missing is named, with its purpose."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The picture of docs/method.md is what the library computes, and so is the page to play with."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What the README says is so: its links lead somewhere, its commands exist, its sentences about results are true."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -4,8 +4,6 @@
 torch of its own.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

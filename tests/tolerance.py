@@ -5,8 +5,6 @@ what one machine printed, since another one adds in another order. `TROLL_TEST_M
 three, so that a test which then still passes has a margin of three left; see `tests/portable.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """`troll train` and `troll report` on movements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipes of movements, and the settings on top of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One update: what learns, what stays in the trust region, and units of the critic."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loss of a batch against its closed forms: values at the old policy, gradients, and what each method bounds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The policy over movements, and the density of its segments against torch's dense distributions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributions import MultivariateNormal

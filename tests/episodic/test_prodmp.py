@@ -1,7 +1,5 @@
 """Movement primitives against their own differential equation, and what a trajectory must satisfy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Episodes driven by movements: shapes, repetition, and processes that give the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

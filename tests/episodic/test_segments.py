@@ -1,7 +1,5 @@
 """Cuts and advantages against their closed forms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

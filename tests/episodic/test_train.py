@@ -1,7 +1,5 @@
 """A run: its folder, its page, and that a resumed run gives the numbers of one that was never interrupted."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

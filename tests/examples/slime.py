@@ -4,8 +4,6 @@ After THUDM/slime at 624b824a (examples/slime/README.md says from which files). 
 one stage, no context parallelism, and a vocabulary that may be spread over processes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from argparse import Namespace

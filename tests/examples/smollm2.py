@@ -1,7 +1,5 @@
 """A tiny model in the shape of the package that `make smollm2` fetches, and the example's modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebook for Colab runs from its first cell to its chart, with a tiny model and a few problems."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The example with a judge model: what it calls redundant, and a run with a tiny judge."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

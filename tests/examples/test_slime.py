@@ -1,7 +1,5 @@
 """TROLL in slime: the conformance test on a stand-in for slime's calls, and what the example refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

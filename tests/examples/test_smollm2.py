@@ -1,7 +1,5 @@
 """`make smollm2` and `make demo-smollm2` without network, on a tiny model: what fails, and the conversion."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

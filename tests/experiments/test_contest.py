@@ -1,7 +1,5 @@
 """Methods at their best learning rates: the tests of their differences, and the page about them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

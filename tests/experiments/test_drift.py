@@ -1,7 +1,5 @@
 """The figure of drift in docs/method.md, and what the page says of it, are what was measured."""
 
-from __future__ import annotations
-
 import json
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """The comparison of memory agents in docs/trl.md is what was measured, and its controls are what they say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

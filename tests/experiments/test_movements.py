@@ -1,7 +1,5 @@
 """The comparisons of movements in docs/episodic.md are what was measured."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest

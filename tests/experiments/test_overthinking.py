@@ -1,7 +1,5 @@
 """The comparison of rewards of tokens with a penalty on the length, in docs/estimators.md, is what was measured."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

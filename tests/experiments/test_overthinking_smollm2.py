@@ -1,7 +1,5 @@
 """The comparison on SmolLM2 in docs/estimators.md is what was measured, of a model that was taught several attempts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The published results: that page and tables agree, and how both are made."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

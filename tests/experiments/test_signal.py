@@ -1,7 +1,5 @@
 """Where the pull acts in `experiments.signal`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

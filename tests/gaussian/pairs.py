@@ -1,7 +1,5 @@
 """Pairs of Gaussians, every projection under one signature, and distances in extended precision to judge them by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The curve KL(τ) of Gaussians, which the core's solvers see."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """KL of Gaussians: torch's own, in batches, and to full precision where policies are close."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The bound on entropy, and its schedules."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

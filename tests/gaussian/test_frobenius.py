@@ -1,7 +1,5 @@
 """The Frobenius projection against its definition and another solver."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The KL projections: the primal problem by another solver, and the categorical projection on a grid of actions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

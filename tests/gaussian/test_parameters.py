@@ -1,7 +1,5 @@
 """Covariances as parameters, and writing a projected one back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The picture of docs/gaussian.md is what the library computes."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import gaussian_picture as picture

@@ -1,7 +1,5 @@
 """Gaussian policies as values: their checks, and torch's distributions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributions import Categorical, Independent, MultivariateNormal, Normal

@@ -1,7 +1,5 @@
 """What all projections promise: the bound, the gradient, and nothing moved where the bound is not active."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The pull of the network to its projection."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a lower-triangular root knows that its covariance does not."""
 
-from __future__ import annotations
-
 import torch
 
 from troll.gaussian.triangular import lower_root

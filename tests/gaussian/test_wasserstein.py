@@ -1,7 +1,5 @@
 """The Wasserstein-2 projection against the distance's definition by matrix square roots, and another solver."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The recipes for real models: that they can learn, and that they describe the experiment that they say they do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

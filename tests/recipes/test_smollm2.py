@@ -1,7 +1,5 @@
 """The recipes for SmolLM2: what they ask for, what they reward, and that they train all weights on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The interpreter runs Python that the compiler refuses, and knows nothing of regi
 from a kernel to a binary. `python -m tests.trust_region.ahead_of_time cuda` prints one line of JSON a kernel.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Every kind of bound, with options that it takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from troll.trust_region.bounds import BoundStatistics

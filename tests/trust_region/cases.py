@@ -1,7 +1,5 @@
 """Pairs of policies that the core has to survive, and small helpers shared by its tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

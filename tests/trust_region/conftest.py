@@ -1,7 +1,5 @@
 """What the tests of the core share."""
 
-from __future__ import annotations
-
 import pytest
 
 from troll.trust_region.reading import head, logits

@@ -5,8 +5,6 @@ is tested against this file. It is written to be read beside DESIGN.md, not to b
 row of logits per call. p is the old policy, p̃ ("new") the new one, q the projection.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every kernel compiles for GPUs that are not there, and needs no more than they have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

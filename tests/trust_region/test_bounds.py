@@ -1,7 +1,5 @@
 """Bounds: names and options, state, schedules against closed forms, and controllers on simulated trainings."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

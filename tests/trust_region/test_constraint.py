@@ -1,7 +1,5 @@
 """One multiplier for several tokens: against scipy, finite differences, the token constraint; what must not matter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One multiplier for the tokens of several processes: what one process would find, bit by bit the same in all."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The defaults of the public functions are those of the design."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

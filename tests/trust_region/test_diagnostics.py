@@ -1,7 +1,5 @@
 """Diagnostics: against exact enumeration, float64 references, and by the rules they promise to follow."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The two root finders: evaluation counts, the reach of the paper's bracket, registration."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

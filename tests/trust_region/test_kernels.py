@@ -1,7 +1,5 @@
 """Who computes: torch or Triton."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """troll_loss and its aggregations, against the reference and values computed by hand."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers that add up, and the metrics of every step that are made of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """project(): the root, the numbers of DESIGN.md, the closed-form backward, invariances."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """project() of two policies on one support, against the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -4,8 +4,6 @@ Its agreement with the reference on random policies is tested in test_step.py, a
 reading/test_vocabulary.py.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

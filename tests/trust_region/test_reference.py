@@ -1,7 +1,5 @@
 """The reference against itself: finite differences, a general-purpose optimiser, and identities."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

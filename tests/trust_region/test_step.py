@@ -3,8 +3,6 @@
 The ratio has tests of its own, in test_ratio.py.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernels of a step against the torch code next to them, in float64."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Rows in which the kernels of a step meet something that is not a number, not possible, or not there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

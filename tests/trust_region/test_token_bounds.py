@@ -1,7 +1,5 @@
 """Bounds of single tokens."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The rule by which the weight of a divergence adapts: PPO's, within limits."""
 
-from __future__ import annotations
-
 import pytest
 
 from troll.trust_region.weight import adapted, limited

@@ -4,8 +4,6 @@ Each version has an environment of its own below `.venv-compat/`, in which only 
 runs this file. Where `VERL_SOURCES` names a checkout of verl, the tests run with that too.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

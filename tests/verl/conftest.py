@@ -1,7 +1,5 @@
 """verl runs in an environment of its own: elsewhere the tests of this folder are left out."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

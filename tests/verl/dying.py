@@ -4,8 +4,6 @@
 checkpoint of step N. What a worker saves and loads is noted in the folder `DYING_FOLDER`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Programs in processes that have not imported verl yet; they are forks of one that has what verl imports."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -3,8 +3,6 @@
 Megatron asks CUDA by name for buffers and random numbers. `on_cpu` answers with the CPU, in tests only.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator

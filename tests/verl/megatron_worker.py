@@ -1,7 +1,5 @@
 """What test_megatron runs in four processes: verl's whole Megatron engine, in one layout after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

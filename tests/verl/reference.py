@@ -1,7 +1,5 @@
 """An update of TROLL in plain torch, of the core's public functions: one process, no packing, no verl."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """From a server's answers to the batch, through verl's own client, agent-loop worker, reward manager and queue rows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

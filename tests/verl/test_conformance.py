@@ -1,7 +1,5 @@
 """The plug-in keeps the contract of an adapter: `troll.testing.check_adapter` on verl's FSDP2 engine."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

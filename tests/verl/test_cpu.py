@@ -1,7 +1,5 @@
 """What lets verl run on a CPU (examples/verl/cpu): its platform, its engines there, the rollout and the task."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

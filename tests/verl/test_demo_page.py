@@ -1,7 +1,5 @@
 """The page that the demo ends with, of metrics as verl logs them."""
 
-from __future__ import annotations
-
 import re
 
 from demo_page import HELD_OUT, PLOTS, STEP_SECONDS, median_seconds, metric_points, page

@@ -1,7 +1,5 @@
 """The launch scripts: what they hand to verl composes, passes verl's own checks, and differs only in the surrogate."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """Old policies that are missing, damaged or of another rollout, and logits that are no numbers: no update is made."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """TROLL on verl's FSDP2 engine: capture and update equal the core's on the same sequences, however they are packed."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the hooks make of a micro-batch's logits, and what becomes of their metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

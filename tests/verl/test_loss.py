@@ -1,7 +1,5 @@
 """The policy loss among the terms of verl's: with a bound that nothing reaches it is verl's own, unclipped."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """An unmodified `main_ppo` with two Ray workers on a CPU: TROLL, its anchors, and runs that die. Minutes each."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """TROLL on verl's Megatron engine: its layouts of tokens, and whole updates in four processes without a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

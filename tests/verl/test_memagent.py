@@ -1,7 +1,5 @@
 """`examples/verl/memagent`: an agent with several conversations a sample, and what verl makes of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Old policies as a field of verl's batches: where tokens stand, and what the batch's ways leave of the records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random

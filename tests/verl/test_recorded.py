@@ -1,7 +1,5 @@
 """The reader of vLLM's arrays of log-probabilities, on what a real vLLM reported of a tiny model."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """α, the weight of the pull, where it adapts: what it goes by, and what a checkpoint keeps of it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of what an engine reported: the core's policies, and one record of several turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

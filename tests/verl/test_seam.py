@@ -1,7 +1,5 @@
 """What verl loads of the plug-in by itself, and what is said where verl lacks something."""
 
-from __future__ import annotations
-
 import pytest
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 

@@ -1,7 +1,5 @@
 """The plug-in's settings, of verl's own Hydra files and on verl's own path to its workers."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

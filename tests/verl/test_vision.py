@@ -1,7 +1,5 @@
 """Vision-language models on verl's FSDP engine: their forward is another, and so is the place of their head."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server that reports its own distributions, on an engine with vLLM's calls. vLLM itself is not run."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ Each class has the name and the fields of vLLM's, and does with log-probabilitie
 which samples, is a table of distributions.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

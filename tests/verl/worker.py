@@ -1,7 +1,5 @@
 """What tests run in several processes: `run` starts them, and rank 0 leaves what it found."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

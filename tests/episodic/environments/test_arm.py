@@ -1,7 +1,5 @@
 """The arm: its geometry, its controller, and the reaching task."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Box pushing: what moves the box, and both rewards in their closed forms."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The adapter for Meta-World, with a stand-in that has its API; with Meta-World itself where that is installed."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

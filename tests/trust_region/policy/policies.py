@@ -1,7 +1,5 @@
 """Policies to test with, and what is asked of them more than once."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

@@ -1,7 +1,5 @@
 """Outcomes, and what is said of two policies on common ones: against scipy, finite differences and the chain rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

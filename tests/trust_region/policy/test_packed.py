@@ -1,7 +1,5 @@
 """PackedPolicy: whatever is done to the packed form and then unpacked is what is done to the padded form."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Records of old policies: what comes back is what was written, bit for bit, or an error says what happened to it."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """SparsePolicy and the other public types as values: parts, moves, files, comparison."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable

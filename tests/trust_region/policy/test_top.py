@@ -1,7 +1,5 @@
 """From the largest entries of a distribution to slots: ties, thresholds, and what an inference engine reports."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernel that makes slots of the largest entries, against the torch code next to it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies of truncated sampling: kept sets, and everything that is computed on them."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Both sources of the same logits, and the same logits by plain torch, for the tests of what is read from them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

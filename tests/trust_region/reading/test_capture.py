@@ -1,7 +1,5 @@
 """Captured policies, from either source and from what has been read, against the reference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes from the table, and what trying others on a GPU may not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

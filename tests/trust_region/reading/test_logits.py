@@ -3,8 +3,6 @@
 What is read from them is tested in test_read.py and test_capture.py.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

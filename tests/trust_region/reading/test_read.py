@@ -1,7 +1,5 @@
 """Log-probabilities on a support and of everything else, from either source, against the same by plain torch."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

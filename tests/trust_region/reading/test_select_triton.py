@@ -1,7 +1,5 @@
 """The kernels that select the K largest logits, against the torch code: the very same tokens, ties included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Whole captures and steps with `TROLL_KERNELS=triton` against torch's, from both sources."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

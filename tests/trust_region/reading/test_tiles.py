@@ -1,7 +1,5 @@
 """What torch does with one tile, of any part of the logits: transform, select, read, gradient."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

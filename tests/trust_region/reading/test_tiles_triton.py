@@ -1,7 +1,5 @@
 """The kernels that read a tile and write its gradient, against the torch code next to them in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

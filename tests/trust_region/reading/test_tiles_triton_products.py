@@ -1,7 +1,5 @@
 """The kernel that multiplies single entries of a head, against the torch code next to it in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

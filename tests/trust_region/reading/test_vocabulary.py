@@ -1,7 +1,5 @@
 """A vocabulary spread over 2 and 4 processes, against the same functions on the whole of it."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Tiles for the tests of the Triton kernels: in every form and dtype, next to the logits that they stand for."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """One process of test_vocabulary: every case on its slice of the vocabulary, and what came of it in a file."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import warnings
