@@ -59,15 +59,11 @@ TESTS = tuple(f"tests/{name}" for name in ("huggingface", "trl", "recipes", "run
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the tests of one environment ended.
+    """How the tests of one environment ended."""
 
-    Attributes:
-        counts: Tests by pytest's word for their outcome, and 1 `error` where pytest came to no end.
-        lines: pytest's summary: what failed, and why something was skipped.
-        minutes: How long it took.
-    """
-
+    #: Tests by pytest's word for their outcome, and 1 `error` where pytest came to no end.
     counts: Mapping[str, int]
+    #: pytest's summary: what failed, and why something was skipped.
     lines: Sequence[str] = field(default=())
     minutes: float = 0.0
 
@@ -136,13 +132,7 @@ def run(python: Path, tests: Sequence[str], workers: int, log: Path) -> Outcome:
 
 
 def outcome(log: str, status: int, minutes: float = 0.0) -> Outcome:
-    """What pytest wrote (with `-ra`), read.
-
-    Args:
-        log: All of it.
-        status: pytest's exit status.
-        minutes: How long it took.
-    """
+    """All that pytest wrote (with `-ra`), read."""
     lines = log.splitlines() or [""]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
     summary = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]

@@ -15,21 +15,10 @@ def table_model(table: Tensor) -> PreTrainedModel:
     Embeddings are unit vectors, its one layer (without any, FSDP finds nothing to wrap) adds 0 to them, and the head's
     weight is the table, transposed.
     """
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=VOCAB_SIZE,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-12,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    shape: dict[str, Any] = {"hidden_size": VOCAB_SIZE, "intermediate_size": 8, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+    shape |= {"tie_word_embeddings": False, "rms_norm_eps": 1e-12}
+    config = Qwen3Config(vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=2, pad_token_id=0, **shape)
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(VOCAB_SIZE))

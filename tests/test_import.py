@@ -88,14 +88,8 @@ def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
 @pytest.mark.parametrize(
     "package",
     [
-        "troll",
-        "troll.bounds",
-        "troll.diagnostics",
-        "troll.episodic",
-        "troll.gaussian",
-        "troll.rewards",
-        "troll.testing",
-        "troll_sandbox",
+        *("troll", "troll.bounds", "troll.diagnostics", "troll.episodic", "troll.gaussian", "troll.rewards"),
+        *("troll.testing", "troll_sandbox"),
     ],
 )
 def test_every_public_name_is_there(package: str) -> None:

@@ -25,12 +25,7 @@ EVERYTHING = "trl,tasks,report"
 
 @dataclass(frozen=True)
 class Installed:
-    """The wheel in an environment of its own.
-
-    Attributes:
-        environment: The virtual environment.
-        folder: Empty, and outside of the checkout: where everything runs.
-    """
+    """The wheel in an environment of its own, and an empty folder outside of the checkout, where everything runs."""
 
     environment: Path
     folder: Path

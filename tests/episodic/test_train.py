@@ -15,17 +15,8 @@ from troll.episodic.config import EpisodicConfig
 from troll.episodic.report import is_episodic, write_report
 from troll.episodic.train import train
 
-SMALL: dict[str, Any] = {
-    "episodes": 4,
-    "eval_episodes": 8,
-    "num_envs": 4,
-    "iterations": 4,
-    "eval_every": 2,
-    "updates": 2,
-    "critic_updates": 2,
-    "num_bases": 2,
-    "hidden": 8,
-}
+SMALL: dict[str, Any] = {"episodes": 4, "eval_episodes": 8, "num_envs": 4, "iterations": 4, "eval_every": 2}
+SMALL |= {"updates": 2, "critic_updates": 2, "num_bases": 2, "hidden": 8}
 
 
 def run(folder: Path, **settings: Any) -> str:

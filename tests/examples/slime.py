@@ -78,15 +78,7 @@ class Network(nn.Module):
     def own(self, table: Tensor) -> Tensor:
         return table.clone() if self.group is None else table.chunk(self.group.size(), -1)[self.group.rank()].clone()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: None,
-        attention_mask: None,
-        labels: None,
-        packed_seq_params: Any,
-        loss_mask: Tensor,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
         return self.weight[input_ids]
 
 

@@ -154,17 +154,9 @@ def test_the_model_that_was_fetched_passes_its_check(example: Any) -> None:
     example.check(MODEL)
 
 
-SHORT = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "updates_per_rollout": 2,
-    "num_generations": 4,
-    "train_size": 16,
-    "eval_size": 8,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "use_cpu": True,
-}
+SHORT: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4, "updates_per_rollout": 2}
+SHORT |= {"num_generations": 4, "train_size": 16, "eval_size": 8, "save_strategy": "no"}
+SHORT |= {"logging_steps": 1, "use_cpu": True}
 
 
 def test_main_trains_and_prints_answers_before_and_after(

@@ -9,15 +9,8 @@ pytest.importorskip("triton")
 from tests.trust_region.ahead_of_time import Compiled, compiled, has_target
 
 KERNELS = {
-    "_block_maxima_kernel",
-    "_clear_kernel",
-    "_read_kernel",
-    "_gradient_kernel",
-    "_products_kernel",
-    "_select_kernel",
-    "_slots_kernel",
-    "_step_gradient_kernel",
-    "_step_kernel",
+    *("_block_maxima_kernel", "_clear_kernel", "_read_kernel", "_gradient_kernel", "_products_kernel"),
+    *("_select_kernel", "_slots_kernel", "_step_gradient_kernel", "_step_kernel"),
 }
 
 
