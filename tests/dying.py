@@ -49,31 +49,28 @@ def dying_in_checkpoint(step: int, file: str) -> Iterator[None]:
     """Dies with half of a file of `checkpoint-step` written; of the marker, before it says that all is there."""
     folder = f"checkpoint-{step}"
 
-    def half(path: Path, content: bytes) -> None:
-        path.write_bytes(content[: len(content) // 2])
-        die()
+    def halve(path: Path) -> None:
+        if path.name == file and path.parent.name == folder:
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            die()
 
-    save, to_json, save_model, complete = (
-        torch.save,
-        TrainerState.save_to_json,
-        TrollTrainer._save,
-        checkpoints._complete,
-    )
+    save, to_json, save_model = torch.save, TrainerState.save_to_json, TrollTrainer._save
+    complete = checkpoints._complete
 
     def torch_save(value: Any, path: Any, *arguments: Any, **keywords: Any) -> None:
         save(value, path, *arguments, **keywords)
-        if not isinstance(path, io.IOBase) and Path(path).name == file and Path(path).parent.name == folder:
-            half(Path(path), Path(path).read_bytes())
+        if not isinstance(path, io.IOBase):
+            halve(Path(path))
 
     def json_save(state: TrainerState, path: str) -> None:
         to_json(state, path)
-        if Path(path).name == file and Path(path).parent.name == folder:
-            half(Path(path), Path(path).read_bytes())
+        halve(Path(path))
 
     def model_save(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         save_model(trainer, output_dir, state_dict)
-        if file == "model.safetensors" and output_dir is not None and Path(output_dir).name == folder:
-            half(Path(output_dir, file), Path(output_dir, file).read_bytes())
+        if output_dir is not None:
+            halve(Path(output_dir, "model.safetensors"))
 
     def complete_marker(checkpoint: Path) -> None:
         if file == checkpoints.MARKER and checkpoint.name == folder:

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from verl.protocol import DataProto
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from tests.tolerance import within
 from tests.verl.actor import Step, as_batch, model_folder, rollout, single, trolled
@@ -86,9 +90,32 @@ def test_projected_tokens_keep_the_other_terms() -> None:
     check(model_folder(), actor.steps, metrics, divided(samples), settings, **terms)
 
 
-def test_advantages_may_differ_between_the_tokens_of_a_sequence() -> None:
-    """As those of GAE and of REINFORCE++ do."""
-    samples = [dataclasses.replace(x, advantages=y) for x, y in zip(rollout(), per_token(-1, 1, seed=5), strict=True)]
+@pytest.mark.parametrize(
+    ("name", "by_std"),
+    [
+        *(("grpo", True), ("grpo", False), ("gae", True), ("rloo", True)),
+        *(("reinforce_plus_plus", True), ("reinforce_plus_plus_baseline", True)),
+    ],
+)
+def test_advantages_of_every_estimator(name: str, by_std: bool) -> None:
+    """As verl computes them of rewards, in groups of four of a prompt; by the names of docs/verl.md."""
+    samples, estimator, generator = rollout(), AdvantageEstimator(name), torch.Generator().manual_seed(5)
+    mask = torch.nn.utils.rnn.pad_sequence([sample.mask for sample in samples], batch_first=True)
+    rewards = torch.zeros(mask.shape)
+    for row, sample in enumerate(samples):
+        rewards[row, len(sample.response) - 1] = torch.rand((), generator=generator)
+    values = torch.randn(mask.shape, generator=generator) * mask
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": rewards, "response_mask": mask, "values": values},
+        non_tensors={"uid": np.array([str(row // 4) for row in range(len(samples))], dtype=object)},
+    )
+    config = AlgoConfig(adv_estimator=estimator)
+    data = compute_advantage(data, estimator, gamma=0.99, lam=0.9, norm_adv_by_std_in_grpo=by_std, config=config)
+    assert data.batch["advantages"].abs().sum() > 0
+    samples = [
+        dataclasses.replace(sample, advantages=row[: len(sample.response)].clone())
+        for sample, row in zip(samples, data.batch["advantages"], strict=True)
+    ]
     actor = trolled()
     metrics = actor.update(actor.score(as_batch(samples)))
     check(model_folder(), actor.steps, metrics, divided(samples), Settings())

@@ -17,7 +17,7 @@ from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, Array, array, pairs, tensor
 from tests.trust_region.policy.policies import many_examples, random_policy
 from troll import PolicyOnSupport, SparsePolicy
-from troll.trust_region.policy.on_support import present_outcomes, sparse_entropy, sparse_kl
+from troll.trust_region.policy.on_support import sparse_entropy, sparse_kl
 
 IDS = torch.tensor([[5, 2, -1], [0, 7, 4]])
 
@@ -49,14 +49,6 @@ def test_log_probs_are_normalised_when_they_are_asked_for():
     np.testing.assert_allclose(array(policy.outcomes), expected, rtol=1e-14)
     np.testing.assert_allclose(array(policy.log_probs), expected[:, :-1], rtol=1e-14)
     np.testing.assert_allclose(array(policy.tail_log_prob), expected[:, -1], rtol=1e-14)
-
-
-def test_present_outcomes_leave_out_unused_slots_and_a_tail_without_mass():
-    some, none = outcomes([[0.0] * 3] * 2, [0.0, -math.inf]), outcomes([[0.0] * 3] * 2, [-math.inf] * 2)
-    expected = [[True, True, False, True], [True, True, True, False]]
-    for pair in ((some, none), (none, some), (some, some)):
-        assert present_outcomes(*pair).tolist() == expected
-    assert not present_outcomes(none, none)[:, -1].any()
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 12])

@@ -21,27 +21,6 @@ from tests.trust_region.policy.policies import (
 )
 from troll import PackedPolicy, SparsePolicy
 
-#: Three positions of K = 3 slots over a vocabulary of 9.
-HAND_MADE = SparsePolicy(
-    token_ids=torch.tensor([[4, 2, 8], [1, -1, -1], [0, 7, -1]]),
-    log_probs=torch.tensor([[0.5, 0.25, 0.125], [1.0, 0.0, 0.0], [0.75, 0.125, 0.0]]).log(),
-    tail_log_prob=torch.tensor([0.125, 0.0, 0.125]).log(),
-    slot=torch.tensor([2, 0, 1]),
-    vocab_size=9,
-    mass_threshold=0.01,
-)
-
-
-def test_properties():
-    assert HAND_MADE.shape == (3,)
-    assert HAND_MADE.top_k == 3
-    assert HAND_MADE.used.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
-    torch.testing.assert_close(HAND_MADE.log_prob.exp(), torch.tensor([0.125, 1.0, 0.125]))
-    torch.testing.assert_close(
-        HAND_MADE.outcomes.exp(),
-        torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 0.0, 0.0, 0.0], [0.75, 0.125, 0.0, 0.125]]),
-    )
-
 
 def test_moves():
     policy = random_policy()

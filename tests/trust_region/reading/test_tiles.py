@@ -14,12 +14,10 @@ from tests.trust_region.cases import tensor
 from tests.trust_region.reading.sources import TRANSFORMS, plainly
 from troll.trust_region.reading.tiles import NO_TOKEN, Support, TailSums, Tile, Transform
 
-PLAIN = Transform()
-
 
 def tile_of(values: Tensor, first: int = 0) -> Tile:
     """In memory of its own, which may be used up."""
-    return Tile(values.clone(), PLAIN, first, slice(0, len(values)), slice(0, values.shape[-1]))
+    return Tile(values.clone(), Transform(), first, slice(0, len(values)), slice(0, values.shape[-1]))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -38,12 +36,6 @@ def test_the_transform_and_its_slope(name, dtype):
     ours = torch.as_tensor(transform.slope(actual), dtype=torch.float64).expand_as(slope)
     # 1 − (z T/c)² cancels where the cap is near.
     torch.testing.assert_close(ours, slope, rtol=eps, atol=4 * eps * transform.scale / transform.temperature)
-
-
-def test_a_plain_transform_of_float32_touches_nothing():
-    raw = torch.randn(3, 4)
-    assert PLAIN(raw) is raw
-    assert PLAIN.slope(raw) == 1.0
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
