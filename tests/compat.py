@@ -23,7 +23,7 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,9 +47,6 @@ TORCH: dict[str, tuple[str, ...]] = {
     "oldest-torch": ("torch==2.8.*", "numpy<2.4"),
     "newest-torch": ("--upgrade", "torch"),
 }
-
-#: The environment with the checkout, whose version `pyproject.toml` need not allow.
-SOURCES = "trl-sources"
 
 #: The newest TRL that is refused.
 REFUSED = "trl==1.14.*"
@@ -141,31 +138,49 @@ def outcome(log: str, status: int, minutes: float = 0.0) -> Outcome:
     return Outcome(counts, summary, minutes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tests in every environment and prints a table; 1 if a test failed anywhere."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    checkout = sources(os.environ, "TRL_SOURCES", "trl/trainer/grpo_trainer.py")
-    known = ENVIRONMENTS | TORCH | ({} if checkout is None else {SOURCES: checkout})
-    parser.add_argument("--environments", nargs="+", choices=known, default=list(ENVIRONMENTS))
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH")
+def compare(
+    known: Mapping[str, Sequence[str]],
+    default: Sequence[str],
+    tests: Sequence[str],
+    versions: Callable[[Path], list[str]],
+    columns: Sequence[str],
+    description: str | None,
+    arguments: Sequence[str] | None,
+) -> tuple[int, Table, Console]:
+    """Runs the tests in the environments that the command line names; how many failed, and the table of all.
+
+    What is known are the arguments of `pip install` by environment, none for the one that runs this.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", nargs="+", choices=known, default=default)
+    parser.add_argument("--tests", nargs="+", default=tests, metavar="PATH")
     parser.add_argument("--workers", type=int, default=2)
     chosen = parser.parse_args(arguments)
     logs = Path(tempfile.mkdtemp(prefix="troll-compat-"))
     console = Console(soft_wrap=True)
     console.print(f"logs in {logs}")
-    table = Table("environment", "torch", "TRL", "transformers", "passed", "failed", "skipped", "minutes", box=None)
+    table = Table("environment", *columns, "passed", "failed", "skipped", "minutes", box=None)
     failed = 0
     for name in chosen.environments:
-        if name == SOURCES:  # which may have changed
+        if name.endswith("-sources"):  # which may have changed
             shutil.rmtree(FOLDER / name, ignore_errors=True)
-            python = make(name, *known[name])
-        else:
-            python = make(name, "--editable", ".[dev]", *known[name]) if known[name] else Path(sys.executable)
+        python = make(name, *known[name]) if known[name] else Path(sys.executable)
+        found = versions(python)
         ended = run(python, chosen.tests, chosen.workers, logs / f"{name}.log")
         console.print(name, *ended.lines, sep="\n    ", markup=False, highlight=False)
         failed += ended.failed
         counts = ended.counts.get("passed", 0), ended.failed, ended.counts.get("skipped", 0)
-        table.add_row(name, *versions(python), *map(str, counts), f"{ended.minutes:.0f}")
+        table.add_row(name, *found, *map(str, counts), f"{ended.minutes:.0f}")
+    return failed, table, console
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tests in every environment and prints a table; 1 if a test failed anywhere."""
+    checkout = sources(os.environ, "TRL_SOURCES", "trl/trainer/grpo_trainer.py")
+    known = {name: ("--editable", ".[dev]", *rest) if rest else () for name, rest in (ENVIRONMENTS | TORCH).items()}
+    known |= {} if checkout is None else {"trl-sources": checkout}
+    columns = "torch", "TRL", "transformers"
+    failed, table, console = compare(known, list(ENVIRONMENTS), TESTS, versions, columns, __doc__, arguments)
     python = make("refused", "--no-deps", REFUSED)
     said, (torch, trl, transformers) = refusal(python), versions(python)
     is_refused = said.startswith("ImportError: ") and f"TRL {trl}" in said

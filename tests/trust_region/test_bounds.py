@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.trust_region.bound_kinds import NOTHING, OPTIONS
+from tests.trust_region.cases import NOTHING, OPTIONS
 from troll.trust_region.bounds import BOUNDS, Bound, BoundStatistics, make_bound
 
 
@@ -64,15 +64,10 @@ def test_none_stands_for_the_default_of_an_option_that_has_it():
     assert made[0].value == made[1].value == pytest.approx(0.07)
 
 
-def random_statistics(seed, count):
-    rng = np.random.default_rng(seed)
-    return [BoundStatistics(float(f), float(kl)) for f, kl in zip(rng.random(count), rng.random(count), strict=True)]
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_resumes_exactly_through_json(name):
     made = [make_bound(name, 0.05, total_steps=100, **OPTIONS[name]) for _ in range(2)]
-    statistics = random_statistics(0, 40)
+    statistics = [BoundStatistics(float(f), float(kl)) for f, kl in np.random.default_rng(0).random((40, 2))]
     for step, measured in enumerate(statistics[:17], start=1):
         made[0].update(step, measured)
     made[1].load_state_dict(json.loads(json.dumps(made[0].state_dict())))

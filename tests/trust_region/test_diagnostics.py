@@ -51,9 +51,6 @@ def policies(
     return troll.log_probs_at(tensor(new_logits, dtype), old.token_ids), old
 
 
-# Divergence between sequences
-
-
 def test_all_three_estimates_of_the_sequence_kl_are_unbiased():
     """On all sequences of 3 of 4 tokens from two Markov chains: log p, log p̃ of the sampled (S, 3), and token KLs."""
     rng = np.random.default_rng(0)
@@ -105,9 +102,6 @@ def test_sequence_report_means_over_sequences_with_tokens():
     assert not found.totals["sequence_kl"].requires_grad
     broken = sequence_report(token_kl.detach(), log_ratio, torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0]]))
     assert numbers(broken)["sequence_kl"] == pytest.approx(0.5)  # the sequence that is no distribution is left out
-
-
-# The tail
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 33])
@@ -186,9 +180,6 @@ def test_tail_report_reads_only_the_mask():
     gap = TailGap(torch.tensor([1.0, 3.0, NAN]), torch.tensor([2.0, 5.0, NAN]))
     found = numbers(tail_report(gap, torch.tensor([1, 1, 0])))
     assert_same_numbers(found, {"tail_gap": 2.0, "tail_gap_bound": 3.5, "tail_gap_max": 3.0, "tail_gap_bound_max": 5.0})
-
-
-# The dual problem
 
 
 def moments(log_old, log_new, tau: float) -> tuple[float, float]:
@@ -304,9 +295,6 @@ def test_dual_report_of_tokens_that_share_a_constraint(reduction):
     assert found["solver_evaluations"] == pytest.approx(np.mean(evaluations))
 
 
-# Ratios
-
-
 def test_ratio_report_against_numpy():
     rng = np.random.default_rng(0)
     log_ratio, advantages = 0.3 * rng.standard_normal((20, 50)), rng.standard_normal((20, 1))
@@ -333,9 +321,6 @@ def test_clip_fraction_counts_what_the_clip_cuts():
     cut = (log_ratio.grad == 0) & (advantages != 0)
     found = numbers(ratio_report(log_ratio, advantages, torch.ones(9), clip=0.3))
     assert found["clip_fraction"] == pytest.approx(cut.double().mean().item()) == pytest.approx(2 / 9)
-
-
-# Coverage
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -381,9 +366,6 @@ def test_support_too_small_warns_of_the_mass_outside():
     assert support_too_small(0.1, top_k=64, threshold=0.05) is not None
     with pytest.raises(ValueError, match="threshold must be in"):
         support_too_small(0.1, top_k=64, threshold=1.0)
-
-
-# What is refused
 
 
 def reported(function: Callable[..., Any], **change: Any) -> Any:

@@ -28,9 +28,6 @@ from troll.trust_region.dual import SOLVERS
 ROWS = 60
 
 
-# Values against the reference: 6 families x 6 sizes x 60 rows
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float64_agrees_with_scipy(family, size):
@@ -117,9 +114,6 @@ def test_shapes(shape, size, solver):
     assert new.grad is not None and new.grad.shape == new.shape
 
 
-# Backward
-
-
 @pytest.mark.parametrize("size", [2, 3, 8, 20])
 @pytest.mark.parametrize("family", ["peaked", "flat", "nearly_equal", "masked"])
 def test_gradients_agree_with_the_reference(family, size):
@@ -197,9 +191,6 @@ def test_no_gradient_through_floored_entries():
     assert gradient[0, 2:].abs().max() <= 1e-15
 
 
-# Bounds
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 3)])
 def test_bounds_broadcast(shape):
     old, new = random_logits(2, 3, 6), random_logits(2, 3, 6, seed=1)
@@ -220,9 +211,6 @@ def test_monotone_in_the_bound():
         now = (projection.log_probs.exp() * (projection.log_probs - log_new)).sum(-1)
         assert (now <= distance + 1e-9).all()
         previous, distance = projection, now
-
-
-# Invariances
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -269,9 +257,6 @@ def test_any_pair(rows, exponent, solver):
         assert after <= kl_bound + 1e-9
         if solver == "newton" or kl_bound >= 0.01:
             assert abs(after - kl_bound) <= 1e-9
-
-
-# Broken rows and bad input
 
 
 @pytest.mark.parametrize("side", ["new", "old"])

@@ -25,9 +25,6 @@ def central_differences(function, point: Array, spacing: float = 1e-5) -> Array:
     return gradient
 
 
-# Slots and tails, by hand
-
-
 @pytest.mark.parametrize(
     ("probs", "token", "top_k", "threshold", "expected"),
     [
@@ -95,9 +92,6 @@ def test_floor_outcomes_by_hand():
     assert outcomes.blocked.tolist() == [False, False, False, True]
 
 
-# The ratio, by hand
-
-
 @pytest.mark.parametrize("log_p", [-0.1, -20.0, -30.0, -60.0, -100.0])
 @pytest.mark.parametrize("tail", TAILS)
 def test_equal_policies_have_ratio_one(log_p, tail):
@@ -136,9 +130,6 @@ def test_the_ratio_is_continuous_at_the_bound(log_p, tail):
     inside, outside = (reference.step(new_row, old, kl * factor, tail) for factor in (1 + 1e-9, 1 - 1e-9))
     assert (inside.projected, outside.projected) == (False, True)
     assert outside.log_ratio == pytest.approx(inside.log_ratio, abs=1e-7)
-
-
-# The projection solves its optimisation problem
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -181,9 +172,6 @@ def test_root_meets_the_bound(family, size):
         eta = row.solution.multiplier
         log_q = reference.log_softmax((eta * row.outcomes.log_old + row.outcomes.log_new) / (eta + 1))
         assert row.log_probs == pytest.approx(log_q, abs=1e-8)
-
-
-# Gradients against finite differences
 
 
 def test_gradient_of_the_dense_projection():
@@ -277,9 +265,6 @@ def test_proximal_gradient_is_the_one_of_differences(tail, with_floor, kl_bound)
         )
         assert step.regression > 0
         assert step.regression_gradient == pytest.approx(differences, abs=1e-6)
-
-
-# Identities
 
 
 def test_two_outcomes_have_no_gradient_through_q():

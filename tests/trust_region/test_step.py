@@ -93,9 +93,6 @@ def assert_step(
     assert step.multiplier[b].item() == pytest.approx(expected.multiplier, rel=1e-4, abs=1e-6) or slack > 1e-6
 
 
-# The step
-
-
 @pytest.mark.parametrize("pull", PULLS)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(("top_k", "threshold"), SUPPORTS)
@@ -235,9 +232,6 @@ def test_float32_gradients(family, tail):
     assert_gradients(new_logits, old, rows, 0.05, tail, rtol=1e-3, atol=1e-4)
 
 
-# From every source
-
-
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kl_bound", [1e-3, math.inf])
@@ -291,9 +285,6 @@ def test_entropy_is_that_of_the_whole_vocabulary():
             torch.testing.assert_close(entropy, expected, rtol=1e-11, atol=1e-11)
             (ours,), (theirs,) = (problem.gradients(x.sum()) for x in (entropy, expected))
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-
-
-# Shapes, rows without a distribution, bad input
 
 
 @pytest.mark.parametrize("tail", TAILS)

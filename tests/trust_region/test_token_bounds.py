@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import troll
-from tests.trust_region.bound_kinds import NOTHING
-from tests.trust_region.cases import array, pairs, tensor
+from tests.trust_region.cases import NOTHING, array, pairs, tensor
 from troll import project
 from troll.trust_region.bounds import make_bound
 from troll.trust_region.policy.on_support import sparse_entropy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import troll
-from tests.trust_region.bound_kinds import OPTIONS
+from tests.trust_region.cases import OPTIONS
 from tests.trust_region.policy.policies import (
     FIELDS,
     OTHER_CAPTURES,
