@@ -1,4 +1,4 @@
-"""What an import takes with it, and which names are public."""
+"""What an import takes with it, which names are public, and what is said where a package is missing."""
 
 import importlib
 import subprocess
@@ -108,3 +108,21 @@ def test_evaluation_is_imported_when_it_is_named() -> None:
     assert callable(troll.evaluation.evaluate)
     with pytest.raises(AttributeError, match=r"module 'troll.evaluation' has no attribute 'evaluation'"):
         troll.evaluation.evaluation  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("troll.trl", ["trl"], "trl"),
+        ("troll.trl", ["trl", "transformers", "accelerate", "datasets", "peft"], "trl"),
+        ("troll.huggingface", ["transformers", "accelerate", "peft"], "trl"),
+        ("troll.tasks", ["datasets"], "tasks"),
+        ("troll.episodic.environments", ["gymnasium", "mujoco"], "episodic"),
+    ],
+)
+def test_what_is_missing_is_told(module: str, missing: list[str], extra: str) -> None:
+    program = f"import sys; sys.modules |= dict.fromkeys({missing}); import {module}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: {module} needs ")
+    assert last.endswith(f'pip install "troll-rl[{extra}]"')

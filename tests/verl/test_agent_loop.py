@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
@@ -35,6 +38,7 @@ carry_old_policies()
 carry_old_policies()  # a second time does nothing
 
 PROMPT, TOOL = [1, 2, 3], [5, 6]
+MEMORY_AGENT = Path(__file__).resolve().parents[2] / "examples" / "verl" / "memagent"
 
 
 class Server:
@@ -229,3 +233,24 @@ def test_a_trace_of_verls_sees_what_an_agent_loop_sees(monkeypatch: pytest.Monke
     assert OLD_POLICIES in row
     (seen,) = logged
     assert "global_steps" in seen and OLD_POLICIES not in seen
+
+
+def test_every_conversation_is_a_row_with_its_own_policies_and_the_last_ones_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an agent with several conversations a sample: `examples/verl/memagent`."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(MEMORY_AGENT)])
+    (agent,) = yaml.safe_load((MEMORY_AGENT / "agent.yaml").read_text())
+    monkeypatch.setitem(_agent_loop_registry, agent.pop("name"), agent)
+    server, tokenizer = Server(), character_tokenizer()
+    document = [{"role": "user", "content": "7 - 6 + 8 - 2 + 5 ="}]
+    (rows,), rewards = sampled(monkeypatch, server, agent_name="memory_agent", raw_prompt=document)
+    assert len(rows) == len(server.records) == 2 and len(rewards.seen) == 1
+    first, second = rows["prompts"].unbind()
+    assert tokenizer.decode(first) == "7 - 6 + 8 ="
+    memory = str(tokenizer.decode(rows["responses"][0], skip_special_tokens=True)).strip()
+    assert tokenizer.decode(second) == f"{memory} - 2 + 5 ="
+    for row, record, scores in zip(
+        rows[OLD_POLICIES].unbind(), server.records, rows["rm_scores"].unbind(), strict=True
+    ):
+        assert torch.equal(row, record) and scores.sum() == 1
