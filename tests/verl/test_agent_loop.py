@@ -179,15 +179,6 @@ def test_a_record_is_a_column_of_its_own_and_rewards_never_see_it(monkeypatch: p
     assert row["rm_scores"].sum() == 1
 
 
-def test_turns_make_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "turns", 2)
-    server = Server()
-    (row,), _ = sampled(monkeypatch, server)
-    first, second = (from_records([record]) for record in server.records)
-    check_slots(field(row), [first, len(TOOL), second])
-    assert row["response_mask"][0].tolist() == [1] * 4 + [0] * 2 + [1] * 4
-
-
 def test_an_interrupted_completion_has_the_policies_of_all_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of verl's asynchronous trainer, which makes one answer of several and drops their extra fields."""
     sleep = asyncio.sleep
@@ -203,13 +194,14 @@ def test_a_rollout_that_does_not_report_makes_no_column(monkeypatch: pytest.Monk
     assert OLD_POLICIES not in row and OLD_POLICIES not in next(iter(row["extra_fields"]))
 
 
-def test_samples_at_the_same_time_keep_their_records_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_make_one_record_of_each_sample_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "turns", 2)
     server = Server()
     rows, _ = sampled(monkeypatch, server, samples=3)
     assert len(rows) == 3 and len(server.records) == 6
     for row in rows:
         check_slots(field(row), [from_records([server.records[0]]), len(TOOL), from_records([server.records[-1]])])
+        assert row["response_mask"][0].tolist() == [1] * 4 + [0] * 2 + [1] * 4
 
 
 def test_tasks_of_an_agent_loop_share_its_sample_and_numpy_prompts_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,14 +115,6 @@ def sequence_of(data: TensorDict, number: int) -> tuple[str, str]:
     return str(data["prompts"].unbind()[number].tolist()), str(data["responses"].unbind()[number].tolist())
 
 
-def test_sequences_that_were_not_captured_are_refused() -> None:
-    data, kept = batch_of((2, 3), (3, 2), (1, 4)), Captured()
-    kept.keep(captured(data), data)
-    other = batch_of((2, 3), (3, 2), seed=1)
-    with pytest.raises(ValueError, match="2 of 5 sequences of a batch have no old policy in this process"):
-        kept.of(tu.concat_tensordict([data, other]))
-
-
 def test_the_same_tokens_after_another_prompt_are_another_sequence() -> None:
     """Prompts may differ in images, which their tokens do not show, or in where they end."""
     data = batch_of((2, 3), (2, 3))

@@ -46,10 +46,6 @@ def test_sizes_of_the_table():
                 assert warps == triton.next_power_of_2(warps) and 1 <= warps <= 32
 
 
-def test_warps_of_a_selection():
-    assert [launch_triton.select_warps(2**power) for power in (6, 10, 11, 12, 14)] == [4, 4, 8, 16, 16]
-
-
 @pytest.mark.parametrize(("value", "device", "tunes"), [("0", "cuda", False), ("1", "cpu", False), ("1", "cuda", True)])
 def test_tuning_follows_its_variable(monkeypatch, value, device, tunes):
     monkeypatch.setenv(launch_triton.VARIABLE, value)
