@@ -45,6 +45,10 @@ class StandIn(gymnasium.Env):
         return np.concatenate([self.gripper, np.zeros(32), self.goal])
 
 
+def make_stand_in(**settings: Any) -> gymnasium.Env:
+    return StandIn(**settings)
+
+
 @pytest.fixture
 def metaworld(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta-World, or its stand-in under the same name."""
@@ -52,7 +56,7 @@ def metaworld(monkeypatch: pytest.MonkeyPatch) -> None:
         import metaworld  # noqa: F401
     except ImportError:
         monkeypatch.setitem(sys.modules, "metaworld", ModuleType("metaworld"))
-        spec = gymnasium.envs.registration.EnvSpec("Meta-World/MT1", StandIn, max_episode_steps=500)
+        spec = gymnasium.envs.registration.EnvSpec("Meta-World/MT1", make_stand_in, max_episode_steps=500)
         monkeypatch.setitem(gymnasium.registry, "Meta-World/MT1", spec)
 
 
