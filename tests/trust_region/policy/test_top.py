@@ -14,10 +14,39 @@ from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, pairs, tensor
 from tests.trust_region.policy.policies import assert_identical
 from troll import SparsePolicy
-from troll.trust_region.policy.top import Top, policy_from_top
+from troll.trust_region.policy.top import BLOCK, Top, largest, policy_from_top, top_ids
 
 #: Thresholds that no fraction m/n with n ≤ 13 meets: there, rounding would decide.
 THRESHOLDS = st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91])
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+@pytest.mark.parametrize("size", [64 * 40, 64 * 40 + 17])
+@pytest.mark.parametrize("levels", [None, 2, 50])
+def test_the_top_by_blocks_is_that_of_a_stable_sort(k, size, levels):
+    assert size // BLOCK > 2 * k, "else no blocks are used"
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(6, size, generator=generator)
+    if levels:
+        z = torch.randint(levels, (6, size), generator=generator).float()
+    z[:, -1] = 100.0  # the remainder counts
+    z[3, k:] = -torch.inf
+    expected = z.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(top_ids(z, k), expected)
+
+
+def test_the_largest_of_some_entries_and_the_rest_are_the_whole():
+    """The rest is made of the tail's own numbers, without the sampled token."""
+    ids = torch.tensor([[1, 4, 6, 9], [0, 2, 3, -1]])
+    z = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 5.0, 0.0, -math.inf]], dtype=torch.float64)
+    sampled, sampled_z = torch.tensor([9, 7]), torch.tensor([0.0, 1.0], dtype=torch.float64)
+    parts = torch.tensor([[-1.0, -2.0], [-math.inf, -3.0]], dtype=torch.float64)
+    top = largest(ids, z, z - 0.25, sampled, sampled_z, parts, 2)
+    assert top.ids.tolist() == [[4, 6], [0, 2]]  # the tie of 0 and 3 goes to the smaller id
+    assert top.logits.tolist() == [[3.0, 2.0], [0.0, 5.0]]
+    assert torch.equal(top.tail_logits, top.logits - 0.25)
+    expected = [np.logaddexp.reduce([-1.0, -2.0, 0.75]), np.logaddexp.reduce([-3.0, -0.25])]
+    np.testing.assert_allclose(array(top.log_rest), expected, rtol=1e-14)
 
 
 def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
