@@ -38,6 +38,11 @@ def test_the_transform_and_its_slope(name, dtype):
     torch.testing.assert_close(ours, slope, rtol=eps, atol=4 * eps * transform.scale / transform.temperature)
 
 
+def test_a_plain_transform_of_float32_touches_nothing():
+    raw, plain = torch.randn(3, 4), Transform()
+    assert plain(raw) is raw and plain.slope(raw) == 1.0
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     values=st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
