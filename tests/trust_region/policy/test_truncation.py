@@ -17,7 +17,7 @@ from tests.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.metrics import step_tally
 from troll.trust_region.policy.serialized import from_records, to_records
-from troll.trust_region.step import PULLS
+from troll.trust_region.step import PULLS, common_outcomes
 
 SIZE = 40
 TRUNCATIONS = [
@@ -182,6 +182,14 @@ def test_triton_path_gives_the_step_of_torch(monkeypatch, pull):
         if value is not None:
             torch.testing.assert_close(getattr(found["triton"], name), value, rtol=1e-4, atol=within(1e-5))
     torch.testing.assert_close(gradients["triton"], gradients["torch"], rtol=1e-3, atol=within(1e-5))
+
+
+def test_common_outcomes_are_on_the_kept_set():
+    old = captured(random_logits(5), Truncation(top_k=5))
+    new = troll.log_probs_at(random_logits(5, seed=1), old.token_ids)
+    outcomes = common_outcomes(new, old)
+    assert not outcomes.present[:, -1].any()
+    torch.testing.assert_close(outcomes.new.exp().sum(-1), torch.ones(5, dtype=torch.float64))
 
 
 def test_sampled_token_outside_the_kept_set_is_added():
