@@ -71,10 +71,7 @@ def outcomes(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> tuple
         ids += [v for v in support(new.detach(), sampled, args.support_top_k, args.mass_threshold) if v not in stored]
     rest = [v for v in range(len(old)) if v not in ids]
     if args.tail == "bucket":
-        pair = [
-            torch.cat([log_probs[ids], log_sum_exp(log_probs[rest])]) if rest else log_probs[ids]
-            for log_probs in (new, old)
-        ]
+        pair = [torch.cat([x[ids], log_sum_exp(x[rest])]) if rest else x[ids] for x in (new, old)]
     else:
         tail = old.new_full((1 if rest else 0,), LOG_FLOOR + math.log(max(len(rest), 1)))
         unknown = old.new_full((len(ids) - kept,), LOG_FLOOR)
@@ -120,12 +117,8 @@ def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
 def tokens(new_logits: Tensor, old_logits: Tensor, inputs: dict[str, Any], args: TrollConfig) -> list[list[Token]]:
     """Every scored token, by sequence."""
     return [
-        [
-            token(new_logits[b, t], old_logits[b, t], int(inputs["completion_ids"][b, t]), args)
-            for t in range(new_logits.shape[1])
-            if bool(scored_mask(inputs)[b, t])
-        ]
-        for b in range(new_logits.shape[0])
+        [token(new_logits[b, t], old_logits[b, t], sampled, args) for t, sampled in row]
+        for b, row in enumerate(scored(inputs))
     ]
 
 
@@ -140,6 +133,12 @@ def scored_mask(inputs: dict[str, Any]) -> Tensor:
     return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 
+def scored(inputs: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """Places and ids of the scored tokens of each sequence."""
+    rows = zip(inputs["completion_ids"].tolist(), scored_mask(inputs), strict=True)
+    return [[(t, ids[t]) for t in mask.nonzero().flatten().tolist()] for ids, mask in rows]
+
+
 def loss(rows: list[list[Token]], inputs: dict[str, Any], args: TrollConfig) -> Tensor:
     """−ratio·A + α·regression, aggregated as TRL documents its loss types, for one micro-batch of one process."""
     per_sequence: list[list[Tensor]] = []
@@ -147,12 +146,8 @@ def loss(rows: list[list[Token]], inputs: dict[str, Any], args: TrollConfig) -> 
         log_ratios = [one.log_ratio for one in row]
         if args.importance_sampling_level == "sequence" and row:
             log_ratios = [torch.stack(log_ratios).mean()] * len(row)
-        per_sequence.append(
-            [
-                -log_ratio.exp() * advantage + args.regression_weight * one.regression
-                for log_ratio, one in zip(log_ratios, row, strict=True)
-            ]
-        )
+        losses = zip(log_ratios, [args.regression_weight * one.regression for one in row], strict=True)
+        per_sequence.append([-log_ratio.exp() * advantage + pull for log_ratio, pull in losses])
     return aggregate(per_sequence, inputs, args)
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trl import tiny
-from tests.trl.resuming import SHARDS_ALONE, interrupted
+from tests.trl.resuming import HOLDS_KL, SHARDS_ALONE, interrupted
 from tests.trl.sharding import LORA, KeepGradients, is_sharded, through_heads
 from troll.rewards.grading import Grader, Verdict
 from troll.trl import TrollTrainer
@@ -22,42 +22,27 @@ from troll.trl.trainer import OLD_POLICY
 
 #: Sequence means and fixed lengths average over processes; so does DAPO, which divides by the tokens of all of them.
 CASES: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "tail": "floor", "support_top_k": 8},
+    "grpo": {},
+    "gspo": {"importance_sampling_level": "sequence", "tail": "floor", "support_top_k": 8},
     "dapo": {"loss_type": "dapo", "beta": 0.1},
     "dr_grpo": {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-    "sequences share": {"loss_type": "grpo", "constraint": "sequence"},
-    "the batch shares": {"loss_type": "grpo", "constraint": "batch", "advantage_estimator": "rloo"},
-    "REINFORCE++": {"loss_type": "grpo", "advantage_estimator": "reinforce_plus_plus"},
-    "REINFORCE++ baseline": {"loss_type": "grpo", "advantage_estimator": "reinforce_plus_plus_baseline"},
-    "PPO": {
-        "loss_type": "grpo",
-        "advantage_estimator": "gae",
-        "critic_kwargs": {"learning_rate": 1e-2, "gae_lambda": 0.9},
-    },
-    "adaptive bounds": {
-        "loss_type": "grpo",
-        "kl_bound_schedule": "hold_kl",
-        "kl_bound_schedule_kwargs": {"target": 1e-3, "rate": 1.0, "smoothing": 0.0},
-        "kl_bound_entropy_exponent": 1.0,
-        "kl_bound_negative_ratio": 0.5,
-    },
+    "sequences share": {"constraint": "sequence"},
+    "the batch shares": {"constraint": "batch", "advantage_estimator": "rloo"},
+    "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus"},
+    "REINFORCE++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "PPO": {"advantage_estimator": "gae", "critic_kwargs": {"learning_rate": 1e-2, "gae_lambda": 0.9}},
+    "adaptive bounds": {**HOLDS_KL, "kl_bound_entropy_exponent": 1.0, "kl_bound_negative_ratio": 0.5},
     # After the first rollout, the mean KL is 0.11 in one process, which by itself would halve the weight, and 0.47 in
     # the other: 0.31 over both, which doubles it.
-    "adaptive penalty": {
-        "loss_type": "grpo",
-        "surrogate": "kl_penalty",
-        "surrogate_kwargs": {"target": 0.19},
-        "max_steps": 4,
-    },
+    "adaptive penalty": {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 0.19}, "max_steps": 4},
 }
 
 KL_BOUND = 0.01
 
 #: What needs a look once.
 MORE_CASES: dict[str, dict[str, Any]] = {
-    "diagnostics": {"loss_type": "grpo", "diagnostics_steps": 1},
-    "LoRA": {"loss_type": "grpo", "peft_config": LORA, "learning_rate": 1.0},
+    "diagnostics": {"diagnostics_steps": 1},
+    "LoRA": {"peft_config": LORA, "learning_rate": 1.0},
 }
 
 #: Sharded back ends: a case and a model. Gemma 2 ties its head to its embeddings. The others take longer.
@@ -118,14 +103,8 @@ def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> 
     """Gradients and logged metrics of the updates of rollouts, of two each: the first on-policy, the second not."""
     torch.manual_seed(0)  # of the adapters
     keep = KeepGradients()
-    settings = {
-        "per_device_train_batch_size": 4 // processes,
-        "optim": "sgd",
-        "learning_rate": 1e-2,
-        "max_steps": 2,
-        "max_grad_norm": 0.0,
-        "kl_bound": KL_BOUND,
-    }
+    settings = {"loss_type": "grpo", "kl_bound": KL_BOUND, "per_device_train_batch_size": 4 // processes}
+    settings |= {"optim": "sgd", "learning_rate": 1e-2, "max_steps": 2, "max_grad_norm": 0.0}
     if processes > 1:
         settings["ddp_backend"] = "gloo"
     trainer = make(SameRollouts, model, callbacks=[keep], **{**settings, **(CASES | MORE_CASES)[name]})
@@ -181,53 +160,38 @@ class PoisonOneProcess(TrainerCallback):
 
 def fail(make: tiny.Maker) -> str:
     trainer = make(SameRollouts, callbacks=[PoisonOneProcess()], per_device_train_batch_size=2, ddp_backend="gloo")
-    try:
-        trainer.train()
-    except FloatingPointError as error:
-        return str(error)
-    return "trained on"
+    return said(FloatingPointError, trainer.train)
 
 
 def mixed_precision(make: tiny.Maker) -> dict[str, Any]:
     # transformers has it on a CPU only where that is not the device.
     with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True):
-        trainer = make(
-            SameRollouts,
-            bf16=True,
-            per_device_train_batch_size=2,
-            max_steps=2,
-            kl_bound=0.01,
-            ddp_backend="gloo",
-        )
+        size: dict[str, Any] = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+        trainer = make(SameRollouts, bf16=True, max_steps=2, kl_bound=0.01, **size)
     trainer.train()
     (dtype,) = {policy.log_probs.dtype for inputs in trainer._buffered_inputs for policy in inputs[OLD_POLICY]}
     return {"dtype": dtype, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
 
 
-def a_critic(make: tiny.Maker) -> str:
+def said(error: type[Exception], action: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    """The text of an error, or "done"."""
     try:
-        make(SameRollouts, advantage_estimator="gae", ddp_backend="gloo")
-    except ValueError as error:
-        return str(error)
-    return "made"
+        action(*arguments, **keywords)
+    except error as raised:
+        return str(raised)
+    return "done"
 
 
 class ByPath(tiny.Maker):
     """Hands out a model's path, so that the back end may load it in shards."""
 
     def model(self, architecture: str = "llama") -> Any:
-        """The path."""
         return str(self.model_path(architecture))
 
 
-def maker(mode: str, models: Callable[[str], Path], folder: Path) -> tiny.Maker:
-    """Builds trainers of a back end."""
-    return (tiny.Maker if mode == "ddp" else ByPath)(models, folder / "out")
-
-
-def updates(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
+def updates(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     """What every back end is tested for."""
-    make = maker(mode, models, folder)
+    make = make if mode == "ddp" else ByPath(**vars(make))
     resumed = {"whole": interrupted(make, folder / "whole")}
     if mode == "ddp":
         # Each rollout has all prompts.
@@ -238,13 +202,13 @@ def updates(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str,
         return results | {"error": fail(make), "evaluations": evaluations, "interrupted": resumed}
     results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}
     results["mixed precision"] = mixed_precision(make)
-    results["critic"] = a_critic(make)
+    results["critic"] = said(ValueError, make, SameRollouts, advantage_estimator="gae", ddp_backend="gloo")
     return results | {f"{name} LM head": through_heads(name, mode) for name in HEADS} | {"interrupted": resumed}
 
 
-def the_rest(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
+def the_rest(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     """The slow cases: adapters, other losses, and checkpoints of shards only."""
-    make = maker(mode, models, folder)
+    make = make if mode == "ddp" else ByPath(**vars(make))
     resumed = {"LoRA": interrupted(make, folder / "LoRA", peft_config=LORA, learning_rate=1e-2)}
     if mode in SHARDS_ALONE:
         with mock.patch.dict(os.environ, SHARDS_ALONE[mode]):

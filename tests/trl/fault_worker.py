@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import TrainerCallback
@@ -25,18 +26,6 @@ SETTINGS: dict[str, Any] = {
     "advantage_estimator": "gae",
     "critic_kwargs": {"learning_rate": 1e-2},
 }
-
-
-class Lines(logging.Handler):
-    """Keeps what was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a line."""
-        self.lines.append(record.getMessage())
 
 
 class KeepState(TrainerCallback):
@@ -65,16 +54,16 @@ def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | N
     """A run that dies at a place, or leaves its states by step and what was logged."""
     torch.set_num_threads(1)
     callbacks, context = dying(place)
-    keep, log = KeepState(), Lines()
+    keep, handler = KeepState(), mock.Mock(level=logging.NOTSET)
     logger = logging.getLogger("troll.trl.checkpoints")
-    logger.addHandler(log)
+    logger.addHandler(handler)
     make = tiny.Maker(lambda _: model_path, output_dir)
     keep.trainer = make(TrollTrainer, callbacks=callbacks, **{**SETTINGS, **settings})
     keep.trainer.add_callback(keep)  # after the trainer's own, so that it sees what that restores and adapts
     with context:
         keep.trainer.train(resume_from_checkpoint=resume)
-    logger.removeHandler(log)
-    return {"states": keep.states, "lines": log.lines}
+    logger.removeHandler(handler)
+    return {"states": keep.states, "lines": [call.args[0].getMessage() for call in handler.handle.call_args_list]}
 
 
 def run(model_path: Path, output_dir: Path, place: str, resume: bool | str | None, result: Path) -> None:

@@ -40,20 +40,16 @@ PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
 CAPTURE: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "top_k": 8, "mass_threshold": 1e-5}
 
 
-def engine(**settings: Any) -> Engine:
-    """With the tiny model's weights."""
-    torch.manual_seed(3)
-    made = Engine(**settings)
-    made.sync(tiny.make_model("llama"))
-    return made
-
-
 def generation(**settings: Any) -> Any:
-    return EngineGeneration(engine(**settings), model=None, accelerator=None)
+    """An engine in vLLM's place, with the tiny model's weights."""
+    torch.manual_seed(3)
+    engine = Engine(**settings)
+    engine.sync(tiny.make_model("llama"))
+    return EngineGeneration(engine, model=None, accelerator=None)
 
 
 def reporting(number: int = 8, **settings: Any) -> tuple[Any, EngineTopLogprobs]:
-    """An engine in vLLM's place, and where it reports to."""
+    """The same, and where it reports to."""
     vllm, reports = generation(**settings), EngineTopLogprobs()
     report_top_log_probs(vllm, number, reports)
     return vllm, reports
@@ -136,12 +132,7 @@ def test_vllm_reports_through_the_first_entry():
 
 
 def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
-    seen: dict[str, Any] = {}
-
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        seen.update(columns)
-        return [float(len(completion)) for completion in completions]
-
+    reward = mock.Mock(side_effect=tiny.reward, __name__="reward")
     trainer, reports = make(GRPOTrainer, reward_funcs=reward), EngineTopLogprobs()
     function = RolloutFunc(Engine())
 
@@ -150,8 +141,8 @@ def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
 
     trainer.rollout_func = reporting_rollout_func(with_a_column, reports)
     tiny.rollout(trainer)
-    assert "answer" in seen
-    assert not {name for name in seen if "logprob" in name}
+    seen = reward.call_args.kwargs
+    assert "answer" in seen and not [name for name in seen if "logprob" in name]
 
     reports.clear()
     _, completion_ids, tool_mask, _, rows, *_ = trainer._generate(["ab", "1+2="])
@@ -173,14 +164,11 @@ def test_a_rollout_function_may_hand_on_what_vllm_reported():
 
 @pytest.mark.parametrize("left_out", ["top_logprobs", "top_logprob_token_ids"])
 def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
-    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        output = {"completion_ids": [[5]], "logprobs": [[-1.0]], "top_logprobs": [[[-1.0]]]}
-        output["top_logprob_token_ids"] = [[[5]]]
-        del output[left_out]
-        return output
-
+    output: dict[str, Any] = {"completion_ids": [[5]], "logprobs": [[-1.0]]}
+    output |= {"top_logprobs": [[[-1.0]]], "top_logprob_token_ids": [[[5]]]}
+    del output[left_out]
     with pytest.raises(ValueError, match="rollout_func must return top_logprobs and top_logprob_token_ids"):
-        reporting_rollout_func(function, EngineTopLogprobs())(PROMPTS, None)
+        reporting_rollout_func(lambda prompts, trainer: output, EngineTopLogprobs())(PROMPTS, None)
 
 
 # The policies

@@ -4,28 +4,120 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from peft import LoraConfig
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.trl import tiny
-from tests.trl.critic_worker import (
-    ADAPTERS,
-    COMPLETION,
-    PROMPT,
-    Batch,
-    batch,
-    make_critic,
-    run,
-    trained,
-    update,
-)
+from tests.trl.sharding import whole
 from troll.trl.advantages.critic import CRITIC_FILE, Critic, value_loss
+from troll.trl.config import CriticSettings
+
+PROMPT, COMPLETION = 4, 6
+
+#: What a critic reads of a configuration.
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+
+ADAPTERS: dict[str, dict[str, Any] | None] = {
+    "whole": None,
+    "lora": {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "lora_dropout": 0.1},
+}
+
+
+@dataclass
+class Batch:
+    """Prompts padded on the left, completions on the right, (B, P + T); targets and mask, (B, T)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    returns: Tensor
+    old_values: Tensor
+    mask: Tensor
+
+    def __getitem__(self, rows: slice) -> Batch:
+        return Batch(**{name: value[rows] for name, value in vars(self).items()})
+
+    def train(self, critic: Critic) -> None:
+        critic.train_on(self.input_ids, self.attention_mask, self.returns, self.old_values, self.mask)
+
+
+def batch(seed: int = 0, size: int = 8) -> Batch:
+    """Completions of different lengths, some with a token of a tool."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, 40, (size, PROMPT + COMPLETION), generator=generator)
+    prompt_lengths = torch.randint(1, PROMPT + 1, (size, 1), generator=generator)
+    lengths = torch.randint(1, COMPLETION + 1, (size, 1), generator=generator)
+    prompt_mask = torch.arange(PROMPT) >= PROMPT - prompt_lengths
+    mask = torch.arange(COMPLETION) < lengths
+    attention_mask = torch.cat([prompt_mask, mask], dim=1).long()
+    mask = mask & ((torch.arange(COMPLETION) != 2) | (lengths != 4))
+    returns, old_values = torch.randn(2, size, COMPLETION, generator=generator)
+    return Batch(input_ids * attention_mask, attention_mask, returns, 0.1 * old_values, mask)
+
+
+def make_critic(
+    accelerator: Accelerator, model: Any, adapter: str = "whole", gradient_checkpointing: bool = False, **settings: Any
+) -> Critic:
+    """A critic, and for LoRA one whose random weights are the same each time."""
+    torch.manual_seed(0)
+    own = CriticSettings(**SETTINGS | settings)
+    args: Any = SimpleNamespace(critic_settings=own, gradient_checkpointing=gradient_checkpointing)
+    config = ADAPTERS[adapter]
+    return Critic(accelerator, model, args, peft_config=config and LoraConfig(**config))
+
+
+def update(critic: Critic, data: Batch, micro_batches: int) -> None:
+    """One optimiser step on the parts of a batch, of which every process sees its share."""
+    accelerator = critic.accelerator
+    rows = len(data.mask) // micro_batches
+    own = rows // accelerator.num_processes
+    for i in range(micro_batches):
+        start = i * rows + accelerator.process_index * own
+        accelerator.gradient_state._set_sync_gradients(i == micro_batches - 1)
+        data[slice(start, start + own)].train(critic)
+        critic.step()
+
+
+def trained(critic: Critic) -> dict[str, Tensor]:
+    """Copies of the trained parameters, by name."""
+    model = critic.accelerator.unwrap_model(critic.model)
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def run(accelerator: Accelerator, model: Path, adapter: str, folder: Path) -> dict[str, Any]:
+    """Two updates, a checkpoint, a third; and the third again from the checkpoint."""
+    critic = make_critic(accelerator, model, adapter)
+    sharded = all(isinstance(parameter, DTensor) for parameter in critic.model.parameters())
+    for seed in range(2):
+        update(critic, batch(seed), micro_batches=2)
+    metrics = critic.metrics()
+    folder.mkdir(exist_ok=True)
+    critic.save(folder)
+    update(critic, batch(2), micro_batches=2)
+    resumed = make_critic(accelerator, model, adapter)
+    resumed.load(folder)
+    update(resumed, batch(2), micro_batches=2)
+    data = batch(3)
+    values = critic.values(data.input_ids, data.attention_mask, COMPLETION, batch_size=3)
+    weights = {"weights": trained(critic), "resumed": trained(resumed)}
+    return weights | {"metrics": metrics, "values": values, "sharded": sharded}
+
+
+def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
+    """Updates of two critics."""
+    PartialState(cpu=True, backend="gloo")  # as TRL's configuration does, before the accelerator
+    accelerator = Accelerator()
+    return {adapter: run(accelerator, make.model_path("llama"), adapter, folder / adapter) for adapter in ADAPTERS}
 
 
 @pytest.fixture
@@ -42,9 +134,8 @@ def opinionated(accelerator, model_path) -> Critic:
     return with_opinions(make_critic(accelerator, model_path("qwen3")))
 
 
-def assert_same_weights(ours: Critic, theirs: Critic | dict[str, torch.Tensor], tolerance: float = 0) -> None:
-    expected = theirs if isinstance(theirs, dict) else trained(theirs)
-    torch.testing.assert_close(trained(ours), expected, rtol=0, atol=tolerance)
+def assert_same_weights(ours: Critic, theirs: Critic, tolerance: float = 0) -> None:
+    torch.testing.assert_close(trained(ours), trained(theirs), rtol=0, atol=tolerance)
 
 
 def with_opinions(critic: Critic) -> Critic:
@@ -55,17 +146,13 @@ def with_opinions(critic: Critic) -> Critic:
     return critic
 
 
-def values_of(critic: Critic, data: Batch) -> torch.Tensor:
-    return critic.values(data.input_ids, data.attention_mask, COMPLETION)
-
-
 # Values
 
 
 def test_values_start_at_zero_in_float32(accelerator, model_path):
-    values = values_of(make_critic(accelerator, model_path("qwen3")), batch())
-    assert values.dtype == torch.float32
-    assert values.shape == (8, COMPLETION)
+    data = batch()
+    values = make_critic(accelerator, model_path("qwen3")).values(data.input_ids, data.attention_mask, COMPLETION)
+    assert values.dtype == torch.float32 and values.shape == (8, COMPLETION)
     assert not values.any()
 
 
@@ -82,18 +169,14 @@ def test_a_value_is_of_the_state_before_its_token(opinionated, position):
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2"])
 def test_padding_of_the_prompt_changes_nothing(accelerator, model_path, architecture):
+    """Nor does it change anything to score a few rows at a time."""
     critic = with_opinions(make_critic(accelerator, model_path(architecture)))
-    input_ids = torch.arange(3, 3 + PROMPT + COMPLETION).unsqueeze(0)
-    padded = torch.nn.functional.pad(input_ids, (5, 0))
-    mask = torch.nn.functional.pad(torch.ones_like(input_ids), (5, 0))
+    input_ids = torch.arange(3, 3 + 3 * (PROMPT + COMPLETION)).view(3, -1)
+    padded, mask = (torch.nn.functional.pad(each, (5, 0)) for each in (input_ids, torch.ones_like(input_ids)))
     unpadded = critic.values(input_ids, torch.ones_like(input_ids), COMPLETION)
-    torch.testing.assert_close(critic.values(padded, mask, COMPLETION), unpadded, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_can_be_scored_a_few_at_a_time(opinionated):
-    data = batch()
-    few = opinionated.values(data.input_ids, data.attention_mask, COMPLETION, batch_size=3)
-    torch.testing.assert_close(few, values_of(opinionated, data))
+    for size in (None, 2):
+        found = critic.values(padded, mask, COMPLETION, batch_size=size)
+        torch.testing.assert_close(found, unpadded, rtol=1e-4, atol=1e-5)
 
 
 def test_a_critic_does_not_share_weights_with_the_policy(accelerator, make):
@@ -103,16 +186,6 @@ def test_a_critic_does_not_share_weights_with_the_policy(accelerator, make):
     for _ in range(3):
         update(critic, batch(), micro_batches=1)
     torch.testing.assert_close(dict(policy.state_dict()), before, rtol=0, atol=0)
-
-
-def test_dropout_is_off_in_training_too(accelerator):
-    model = tiny.make_model("llama", attention_dropout=0.5, classifier_dropout=0.5)
-    critic = with_opinions(make_critic(accelerator, model, "lora"))
-    data = batch()
-    critic.model.train()
-    with torch.no_grad():
-        values = [critic._forward(data.input_ids, data.attention_mask, COMPLETION) for _ in range(2)]
-    torch.testing.assert_close(*values, rtol=0, atol=0)
 
 
 # The loss
@@ -156,8 +229,7 @@ def test_micro_batches_make_the_update_of_the_whole_batch(accelerator, model_pat
 
 
 def test_the_gradient_is_of_the_mean_over_tokens(accelerator, model_path):
-    critic = make_critic(accelerator, model_path("llama"), value_clip=9.0)
-    data = batch()
+    critic, data = make_critic(accelerator, model_path("llama"), value_clip=9.0), batch()
     update(critic, data, micro_batches=2)
     # With a head of zeros, the gradient of its bias is the mean of V − R = −R, and Adam keeps a tenth of it; the
     # gradient is clipped to the norm 0.5.
@@ -182,14 +254,13 @@ def test_lora_trains_only_the_adapter_and_the_head(accelerator, model_path, tmp_
 
 
 def test_gradient_checkpointing_changes_no_gradient(accelerator, model_path):
-    plain, checkpointed = (
-        with_opinions(make_critic(accelerator, model_path("llama"), gradient_checkpointing=flag))
-        for flag in (False, True)
-    )
-    assert accelerator.unwrap_model(checkpointed.model).is_gradient_checkpointing
-    for critic in (plain, checkpointed):
+    metrics = []
+    for flag in (False, True):
+        critic = with_opinions(make_critic(accelerator, model_path("llama"), gradient_checkpointing=flag))
+        assert accelerator.unwrap_model(critic.model).is_gradient_checkpointing == flag
         update(critic, batch(), micro_batches=1)
-    assert checkpointed.metrics() == pytest.approx(plain.metrics(), rel=1e-5)
+        metrics.append(critic.metrics())
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
 
 
 def test_the_critic_warms_up_for_whole_updates(accelerator, model_path):
@@ -204,13 +275,12 @@ def test_the_critic_warms_up_for_whole_updates(accelerator, model_path):
 
 
 def test_infinite_gradients_stop_before_the_optimiser(accelerator, model_path):
-    critic = make_critic(accelerator, model_path("llama"))
+    critic, data = make_critic(accelerator, model_path("llama")), batch()
     before = trained(critic)
-    data = batch()
     data.returns[0, 0] = math.inf
     with pytest.raises(FloatingPointError, match="critic, step 1: the gradients are NaN or infinite"):
         update(critic, data, micro_batches=1)
-    assert_same_weights(critic, before)
+    torch.testing.assert_close(trained(critic), before, rtol=0, atol=0)
 
 
 def test_weight_decay_spares_biases_and_norms(accelerator, model_path):
@@ -226,37 +296,27 @@ def test_weight_decay_spares_biases_and_norms(accelerator, model_path):
 
 
 def test_metrics_are_over_tokens(accelerator, model_path):
-    critic = make_critic(accelerator, model_path("llama"), value_clip=0.2)
-    data = batch()
+    critic, data = make_critic(accelerator, model_path("llama"), value_clip=0.2), batch()
     update(critic, data, micro_batches=2)
     metrics = critic.metrics()
     returns, old = data.returns[data.mask], data.old_values[data.mask]
-    loss = value_loss(torch.zeros_like(returns), returns, old, 0.2)
     explained = 1 - (returns - old).var(correction=0) / returns.var(correction=0)
+    expected = {"value_loss": value_loss(torch.zeros_like(returns), returns, old, 0.2).mean(), "value_mean": 0.0}
+    expected |= {"clip_fraction": (old.abs() > 0.2).float().mean(), "return_mean": returns.mean()}
     assert metrics.pop("grad_norm") > 0
-    assert metrics == pytest.approx(
-        {
-            "value_loss": loss.mean().item(),
-            "clip_fraction": (old.abs() > 0.2).float().mean().item(),
-            "value_mean": 0.0,
-            "return_mean": returns.mean().item(),
-            "explained_variance": explained.item(),
-        },
-        rel=1e-4,
-        abs=1e-6,
-    )
+    assert metrics == pytest.approx(expected | {"explained_variance": explained}, rel=1e-4, abs=1e-6)
     assert critic.metrics() == {}
 
 
 def test_metrics_without_anything_to_measure_are_left_out(accelerator, model_path):
-    equal, none = (make_critic(accelerator, model_path("llama")) for _ in range(2))
-    data = batch()
+    critic, data = make_critic(accelerator, model_path("llama")), batch()
     data.returns = torch.full_like(data.returns, 0.3)
-    data.train(equal)
-    assert "explained_variance" not in equal.metrics()
+    data.train(critic)
+    assert "explained_variance" not in critic.metrics()
+    critic.optimizer.zero_grad()
     data.mask = torch.zeros_like(data.mask)
-    update(none, data, micro_batches=1)
-    assert none.metrics() == {"grad_norm": 0.0}
+    update(critic, data, micro_batches=1)
+    assert critic.metrics() == {"grad_norm": 0.0}
 
 
 # Checkpoints
@@ -331,7 +391,7 @@ def two_processes(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_two_processes_train_and_resume_the_critic_of_one(accelerator, model_path, tmp_path, two_processes, adapter):
     first, second = (result[adapter] for result in two_processes)
-    one = run(accelerator, str(model_path("llama")), adapter, tmp_path)
+    one = run(accelerator, model_path("llama"), adapter, tmp_path)
     assert one["metrics"]["grad_norm"] > 0.1
     assert first["metrics"] == second["metrics"] == pytest.approx(one["metrics"], rel=1e-4)
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)

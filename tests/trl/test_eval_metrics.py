@@ -140,18 +140,6 @@ def test_several_data_sets_have_metrics_of_their_own(make):
     assert "eval_reward" not in metrics
 
 
-SWAPPED = [
-    "reward_funcs",
-    "reward_func_names",
-    "reward_processing_classes",
-    "reward_weights",
-    "eval_metrics",
-    "ungraded",
-    "logs",
-    "log_completions",
-]
-
-
 def test_evaluation_ignores_the_verdicts_of_an_interrupted_one(make):
     trainer = evaluate(make, eval_steps=2)
     trainer.eval_metrics._verdicts = [Verdict(1.0, "a", "")] * 400
@@ -162,31 +150,34 @@ def test_evaluation_ignores_the_verdicts_of_an_interrupted_one(make):
 
 
 def test_another_task_is_judged_by_its_own_rewards(make):
-    seen: list[dict[str, Any]] = []
+    seen: list[tuple[str, str]] = []
 
     def success(prompts, completions, color, **columns):
-        seen.append({"prompts": prompts, "completions": completions, "color": color})
+        seen.extend(zip(prompts, color, strict=True))
         return [1.0] * len(prompts)
 
     def more(prompts, completions, **columns):
         return [3.0] * len(prompts)
 
     trainer = evaluate(make, eval_steps=2, log_completions=True)
-    before = dict(vars(trainer))
+    swapped = [
+        "reward_funcs",
+        "reward_func_names",
+        "reward_processing_classes",
+        "reward_weights",
+        "eval_metrics",
+        "ungraded",
+    ]
+    before = {name: vars(trainer)[name] for name in [*swapped, "_logs", "log_completions"]}
     rows = tiny.make_dataset(4).add_column("color", list("abcd"))
     metrics = judged_by(trainer, [success, more], [1.0, 0.5]).evaluate(rows, metric_key_prefix="eval_colors")
-    assert [
-        name for name, value in before.items() if name.lstrip("_") in SWAPPED and vars(trainer)[name] is not value
-    ] == []
+    assert [name for name, value in before.items() if vars(trainer)[name] is not value] == []
     assert not trainer._logs["prompt"]
     assert not [*Path(trainer.args.output_dir).glob("completions/*")]
     assert (metrics["eval_colors_pass@4"], metrics["eval_colors_reward"]) == (1.0, 2.5)
     assert "eval_colors_maj@4" not in metrics
     assert metrics["eval_colors_rewards/more/mean"] == 3.0
-    prompts = [prompt for call in seen for prompt in call["prompts"]]
-    colors = dict(zip(rows["prompt"], rows["color"], strict=True))
-    assert sorted(prompts) == sorted([*rows["prompt"]] * 4)
-    assert [color for call in seen for color in call["color"]] == [colors[prompt] for prompt in prompts]
+    assert sorted(seen) == sorted([*zip(rows["prompt"], rows["color"], strict=True)] * 4)
 
 
 def test_a_greedy_evaluation_repeats_itself_and_training_goes_on_sampling(make):

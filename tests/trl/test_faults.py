@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.dying import in_new_process
 from tests.trl import fault_worker
 from tests.trl.processes import launch
-from tests.trl.token_rewards_worker import Odd
+from tests.trl.test_token_rewards import Odd
 from troll.trl import checkpoints
 from troll.trl.callback import BOUND_STATE, PENALTY_STATE
 from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
@@ -245,20 +246,17 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
     linear = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}}
     adaptive = {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 1e-6}}
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
-        (speak, "no checkpoint of a run with resampling and rewards that speak"),
-        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+    refused = partial(pytest.raises, FileNotFoundError)
+    warned = partial(pytest.warns, UserWarning)
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"advantage_estimator": "gae"}, refused, "no checkpoint of a run with a critic"),
+        (speak, refused, "no checkpoint of a run with resampling and rewards that speak"),
+        ({"rollout_delay": 2}, refused, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+        (linear, warned, "the schedule of kl_bound starts anew"),
+        (adaptive, warned, f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"),
     ]
-    for settings, message in refused:
-        with pytest.raises(FileNotFoundError, match=message):
-            make(max_steps=4, **settings).train(resume_from_checkpoint=True)
-    warned: list[tuple[dict[str, Any], str]] = [
-        (linear, "the schedule of kl_bound starts anew"),
-        (adaptive, f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"),
-    ]
-    for settings, message in warned:
-        with pytest.warns(UserWarning, match=message):
+    for settings, expected, message in cases:
+        with expected(match=message):
             make(max_steps=4, **settings).train(resume_from_checkpoint=True)
 
 
@@ -280,15 +278,10 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_pa
         rotate(**keywords)
 
     monkeypatch.setattr(checkpoints, "rotate_checkpoints", observed)
-    trainer = make(
-        output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=1
-    )
+    settings = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make(max_steps=3, **settings)
     trainer.train()
-    assert seen == [
-        {"checkpoint-1": None},
-        {"checkpoint-1": None, "checkpoint-2": None},
-        {"checkpoint-2": None, "checkpoint-3": None},
-    ]
+    assert seen == [dict.fromkeys(f"checkpoint-{step}" for step in steps) for steps in ([1], [1, 2], [2, 3])]
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
     saved = torch.load(tmp_path / "out" / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert saved.save_total_limit == trainer.args.save_total_limit == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import troll
@@ -112,21 +111,24 @@ def test_a_tight_bound_projects(make):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("weights", "settings"),
     [
-        {"num_iterations": 3, "steps_per_generation": 1, "per_device_train_batch_size": 8},
-        {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2},
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
-        {"torch_empty_cache_steps": 1, "dataloader_num_workers": 0, "logging_steps": 3},
+        (torch.float32, {"num_iterations": 3, "steps_per_generation": 1, "per_device_train_batch_size": 8}),
+        (torch.float32, {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}),
+        (torch.float32, {"gradient_accumulation_steps": 2, "steps_per_generation": 3}),
+        # In bf16 are the computations, or the weights themselves.
+        (torch.float32, {"bf16": True, "max_steps": 4}),
+        (torch.bfloat16, {"max_steps": 4}),
     ],
     ids=str,
 )
-def test_every_order_of_passes_trains(make, settings):
+def test_every_order_of_passes_and_precision_trains(make, weights, settings):
     """What single settings make of a loss: test_loss."""
-    trainer = make(kl_bound=0.01, **{"max_steps": 6, **settings})
+    trainer = make(model=make.model().to(weights), kl_bound=0.01, **{"max_steps": 6, **settings})
     trainer.train()
     assert all(math.isfinite(value) for value in logged(trainer, "loss"))
-    assert max(logged(trainer, "trust_region/kl_before_max")) > 0.01
+    first, *later = logged(trainer, "trust_region/kl_before_max")
+    assert first < within(1e-6) and max(later) > 0.01
     assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
 
 
@@ -144,16 +146,15 @@ def test_gradient_checkpointing_changes_nothing(make):
 
 def test_statistics_cover_the_logging_window(make):
     """Every token since the last entry counts once, over micro-batches and steps."""
-    each = make(kl_bound=0.01, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4)
+    settings = {"kl_bound": 0.01, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    each, window = make(**settings), make(**settings, logging_steps=4)
     each.train()
-    window = make(kl_bound=0.01, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4, logging_steps=4)
     window.train()
     (entry,) = [entry for entry in window.state.log_history if entry.keys() >= METRICS]
-    for name in ("kl_before_max", "kl_after_max"):
-        name = f"trust_region/{name}"
+    for name in ("trust_region/kl_before_max", "trust_region/kl_after_max"):
         assert entry[name] == pytest.approx(max(logged(each, name)))
-    assert min(logged(each, "trust_region/kl_before_mean")) < entry["trust_region/kl_before_mean"]
-    assert entry["trust_region/kl_before_mean"] < max(logged(each, "trust_region/kl_before_mean"))
+    means = logged(each, "trust_region/kl_before_mean")
+    assert min(means) < entry["trust_region/kl_before_mean"] < max(means)
 
 
 # The configuration that TROLL cannot act on
@@ -190,15 +191,8 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_the_old_policy_stays_with_its_tokens(make, tail, iterations, temperature):
     """Through TRL's scoring in chunks, its shuffle and its split; at the sampling temperature."""
-    trainer = make(
-        per_device_train_batch_size=2,
-        steps_per_generation=6,
-        num_generations=4,
-        num_iterations=iterations,
-        tail=tail,
-        support_top_k=5,
-        temperature=temperature,
-    )
+    order = {"per_device_train_batch_size": 2, "steps_per_generation": 6, "num_iterations": iterations}
+    trainer = make(tail=tail, support_top_k=5, temperature=temperature, **order)
     reference = make.model()
     buffered = rollout(trainer)
     assert len(buffered) == 6
@@ -211,8 +205,8 @@ def test_the_old_policy_stays_with_its_tokens(make, tail, iterations, temperatur
             logits = dense.completion_logits(reference, inputs, temperature).float()
         expected = troll.capture(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5)
         assert torch.equal(policy.token_ids, expected.token_ids)
-        torch.testing.assert_close(policy.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(policy.tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
+        for name in ("log_probs", "tail_log_prob"):
+            torch.testing.assert_close(getattr(policy, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
         assert torch.equal(policy.slot, expected.slot)
         assert (policy.vocab_size, policy.mass_threshold) == (expected.vocab_size, 1e-5)
         torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(policy.shape))
@@ -291,11 +285,9 @@ def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_lora_dropout_is_silenced_with_a_warning(make, wrapped):
     """Whether the trainer adds the adapter or the user has."""
+    given = {"model": get_peft_model(make.model(), lora(0.5))} if wrapped else {"peft_config": lora(0.5)}
     with pytest.warns(UserWarning, match=r"lora_dropout=0.5 is set to 0"):
-        if wrapped:
-            trainer = make(TrollTrainer, get_peft_model(make.model(), lora(0.5)), kl_bound=1e-4)
-        else:
-            trainer = make(peft_config=lora(0.5), kl_bound=1e-4)
+        trainer = make(kl_bound=1e-4, **given)
     trainer.train()
     # The first update of a rollout sees the policy that scored it.
     assert logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
@@ -317,19 +309,6 @@ def test_a_model_without_dropout_is_not_warned_about(make):
     model = tiny.make_model("bloom", attention_dropout=0.0, hidden_dropout=0.0, n_head=2, n_layer=2)
     with no_warnings_about("dropout"):
         make(TrollTrainer, model, disable_dropout=False)
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-def test_bf16_trains(make, autocast):
-    """In computing, or in the weights themselves."""
-    model = make.model() if autocast else make.model().to(torch.bfloat16)
-    trainer = make(TrollTrainer, model, bf16=autocast, kl_bound=0.01)
-    trainer.train()
-    assert all(math.isfinite(value) for value in logged(trainer, "loss"))
-    first, second, *_ = logged(trainer, "trust_region/kl_before_max")
-    assert first < within(1e-6)
-    assert second > 0.01
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -356,10 +335,8 @@ def test_bf16_logits_are_not_rounded_on_the_support(make, architecture, temperat
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architecture, bf16):
     """`cast_lm_head_to_fp32`: the log-probabilities are those of TRL's fused head, which honours it."""
-    model = make.model(architecture)
-    if not bf16:
-        model = model.to(torch.bfloat16)
-    trainer = make(TrollTrainer, model, kl_bound=0.01, cast_lm_head_to_fp32=True, bf16=bf16)
+    model = make.model(architecture).to(torch.float32 if bf16 else torch.bfloat16)
+    trainer = make(model=model, kl_bound=0.01, cast_lm_head_to_fp32=True, bf16=bf16)
     inputs = rollout(trainer)[0]
     with torch.no_grad():
         fused = seam.score(trainer, trainer.model, inputs).log_probs
@@ -385,11 +362,9 @@ def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluations) == 4
     for entry in evaluations:
-        assert math.isfinite(entry["eval_loss"])
-        assert "eval_reward" in entry
+        assert math.isfinite(entry["eval_loss"]) and "eval_reward" in entry
         assert not any("trust_region" in name or "clip_ratio" in name for name in entry)
-    assert captures
-    assert all(captures)
+    assert captures and all(captures)
     assert all(entry.keys() >= METRICS for entry in steps(trainer))
 
 
@@ -406,19 +381,26 @@ class Poison(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("surrogate", "found"),
+    ("settings", "step", "found"),
     [
-        ("troll", r"the logits of \d+ tokens are"),
-        *((name, "the loss is") for name in ("clip", "none", "drpo", "cispo")),
+        ({"callbacks": [Poison()]}, 2, r"the logits of \d+ tokens are"),
+        # Where no distributions are read, it is found in the loss.
+        *(
+            ({"callbacks": [Poison()], "surrogate": name}, 2, "the loss is")
+            for name in ("clip", "none", "drpo", "cispo")
+        ),
+        # The weight is infinite in float32.
+        ({"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 1e39}}, 1, "the loss is"),
+        ({"regression_weight": 1e39}, 1, "the loss is"),
     ],
 )
-def test_nan_stops_the_training_before_the_update(make, surrogate, found):
-    """Found in the logits, or in the loss where no distributions are read."""
-    trainer = make(callbacks=[Poison()], surrogate=surrogate)
-    with pytest.raises(FloatingPointError, match=f"^step 2: {found} NaN or infinite, and the update was not made"):
+def test_nan_stops_the_training_before_the_update(make, settings, step, found):
+    trainer = make(**settings)
+    with pytest.raises(FloatingPointError, match=f"^step {step}: {found} NaN or infinite, and the update was not made"):
         trainer.train()
-    assert trainer.state.global_step == 1
-    assert sum(bool(value.isnan().any()) for value in trainer.model.parameters()) == 1
+    assert trainer.state.global_step == step - 1
+    poisoned = sum(bool(value.isnan().any()) for value in trainer.model.parameters())
+    assert poisoned == ("callbacks" in settings), "an update would have made all of them NaN"
 
 
 def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
@@ -431,18 +413,6 @@ def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
     trainer.train()
     assert observe.call_count == 16
     assert accelerator.reduce.call_count == 4 + 1, "the log's is one more"
-
-
-@pytest.mark.parametrize(
-    "settings", [{"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 1e39}}, {"regression_weight": 1e39}]
-)
-def test_a_loss_of_finite_logits_that_is_not_finite_stops_the_training_before_the_update(make, settings):
-    """The weight is infinite in float32."""
-    trainer = make(**settings)
-    before = tiny.parameters(trainer.model)
-    with pytest.raises(FloatingPointError, match=r"^step 1: the loss is NaN or infinite, and the update was not made"):
-        trainer.train()
-    assert not tiny.changed(before, trainer.model)
 
 
 HOLDS_HALF = {"kl_bound_schedule": "hold_projected_fraction", "kl_bound_schedule_kwargs": {"target": 0.5}}
@@ -498,16 +468,11 @@ def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer_module, "TrollConfig", OnCpu)
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
     with no_warnings_about("on-policy"):
-        trainer = TrollTrainer(
-            str(make.model_path("llama")),
-            tiny.reward,
-            train_dataset=tiny.make_dataset(),
-            processing_class=tiny.make_tokenizer(),
-        )
+        trainer = TrollTrainer(str(make.model_path("llama")), tiny.reward, **parts)
     assert isinstance(trainer.args, TrollConfig)
-    assert trainer.args.output_dir == "llama-TROLL"
-    assert trainer.args.kl_bound == 0.05
+    assert (trainer.args.output_dir, trainer.args.kl_bound) == ("llama-TROLL", 0.05)
 
 
 def test_arguments_are_accepted_by_position_as_by_grpo(make):
@@ -570,18 +535,6 @@ def test_a_resumed_run_does_not_judge_its_first_entry_as_many_steps(make, tmp_pa
         resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-4"))
 
 
-def test_what_is_saved_is_an_ordinary_model(make, tmp_path):
-    trainer = make(kl_bound=0.01, output_dir=str(tmp_path / "out"))
-    trainer.train()
-    trainer.save_model()
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
-
-
 class LogAtTwo(TrainerCallback):
     """Asks for a log, and stops at the third update."""
 
@@ -591,13 +544,10 @@ class LogAtTwo(TrainerCallback):
 
 
 def test_a_log_that_a_users_callback_asks_for_has_everything(make):
-    trainer = make(
-        logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-3}
-    )
+    trainer = make(logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae")
     trainer.train()
     first, last = trainer.state.log_history
-    for entry, name in ((first, "trust_region/kl_before_mean"), (first, "critic/value_loss"), (first, "entropy")):
-        assert name in entry
+    assert first.keys() >= {"trust_region/kl_before_mean", "critic/value_loss", "entropy"}
     assert last["step"] == 3 and "trust_region/kl_before_mean" in last
 
 

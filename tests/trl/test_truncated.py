@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -46,14 +47,9 @@ def kept_tokens(old: Tensor, args: TrollConfig) -> list[list[list[int]]]:
 
 def restricted_log_probs(logits: Tensor, kept: list[list[list[int]]], inputs: dict[str, Any]) -> list[list[Tensor]]:
     """log p(o)/p(S) of the scored tokens of each sequence."""
-    scored = dense.scored_mask(inputs)
     return [
-        [
-            logits[b, t][kept[b][t]].log_softmax(-1)[kept[b][t].index(int(inputs["completion_ids"][b, t]))]
-            for t in range(logits.shape[1])
-            if bool(scored[b, t])
-        ]
-        for b in range(len(logits))
+        [logits[b, t][kept[b][t]].log_softmax(-1)[kept[b][t].index(token)] for t, token in row]
+        for b, row in enumerate(dense.scored(inputs))
     ]
 
 
@@ -76,15 +72,10 @@ def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
     everything.support_top_k, everything.mass_threshold = 48, 0.0
     projected = 0
     for inputs, old in moved.batches:
-        kept = kept_tokens(old, moved.args)
-        new, scored = moved.logits(inputs), dense.scored_mask(inputs)
+        kept, new = kept_tokens(old, moved.args), moved.logits(inputs)
         rows = [
-            [
-                on_kept_tokens(new[b, t], old[b, t], kept[b][t], int(inputs["completion_ids"][b, t]), everything)
-                for t in range(new.shape[1])
-                if bool(scored[b, t])
-            ]
-            for b in range(len(new))
+            [on_kept_tokens(new[b, t], old[b, t], kept[b][t], token, everything) for t, token in row]
+            for b, row in enumerate(dense.scored(inputs))
         ]
         moved.assert_loss(inputs, dense.loss(rows, inputs, everything), LOG_PROB_ERROR)
         projected += sum(one.multiplier > 0 for row in rows for one in row)
@@ -97,20 +88,12 @@ def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
     moved = Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **SAMPLERS[sampler])
     for inputs, old in moved.batches:
         kept = kept_tokens(old, moved.args)
-        new = restricted_log_probs(moved.logits(inputs), kept, inputs)
-        old_ones = restricted_log_probs(old, kept, inputs)
+        policies = [restricted_log_probs(logits, kept, inputs) for logits in (moved.logits(inputs), old)]
         values = []
-        for row, old_row, advantage in zip(new, old_ones, inputs["advantages"].double(), strict=True):
-            for one, other in zip(row, old_row, strict=True):
-                ratio = (one - other).exp()
-                values.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-        moved.assert_loss(inputs, torch.stack(values).mean(), LOG_PROB_ERROR)
-
-
-def test_clip_takes_the_whole_policies_ratio_by_default(make):
-    ours = make(surrogate="clip", top_p=0.8)
-    assert OLD_POLICY not in rolled_out(ours)
-    assert ours.args.truncation is None and not ours.args.reads_policies
+        for new_row, old_row, advantage in zip(*policies, inputs["advantages"].double(), strict=True):
+            ratio = (torch.stack(new_row) - torch.stack(old_row)).exp()
+            values.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+        moved.assert_loss(inputs, torch.cat(values).mean(), LOG_PROB_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +153,10 @@ def test_off_policy_mask_compares_the_truncated_policies(make):
     seen = mask.call_args.kwargs
     found = (seen["sampling_per_token_logps"] - seen["per_token_logps"])[dense.scored_mask(inputs)]
     with torch.no_grad():
-        new = restricted_log_probs(moved.logits(inputs), kept, inputs)
-    expected = [
-        other - one
-        for row, old_row in zip(new, restricted_log_probs(old, kept, inputs), strict=True)
-        for one, other in zip(row, old_row, strict=True)
-    ]
-    torch.testing.assert_close(found.double(), torch.stack(expected), rtol=0, atol=within(LOG_PROB_ERROR))
+        new = moved.logits(inputs)
+    of_tokens = [chain.from_iterable(restricted_log_probs(logits, kept, inputs)) for logits in (old, new)]
+    expected = torch.stack([*of_tokens[0]]) - torch.stack([*of_tokens[1]])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within(LOG_PROB_ERROR))
 
 
 def test_training_logs_the_kept_mass_and_no_added_tokens(make):
@@ -212,22 +192,6 @@ def test_engine_that_keeps_more_than_it_reports_is_refused(make):
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_p": 0.9, "tail": "floor"}, "set tail='bucket', or truncated_ratio=False"),
-        ({"top_p": 0.9, "rollout_delay": 1, "rollout_correction": 2.0}, "leave rollout_correction out, or set"),
-        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
-        ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(make, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(**settings)
-
-
-def test_truncation_follows_the_sampler_and_the_surrogate(make):
-    assert make(top_k=-1, top_p=1.0, min_p=0.0).args.truncation is None
-    assert make(top_p=0.9, truncated_ratio=False).args.truncation is None
-    found = make(top_p=0.9, generation_kwargs={"top_k": 7, "top_p": 0.5}).args.truncation
-    assert (found.top_k, found.top_p, found.min_p) == (7, 0.5, 0.0)
+def test_clip_takes_the_whole_policies_ratio_by_default(make):
+    ours = make(surrogate="clip", top_p=0.8)
+    assert OLD_POLICY not in rolled_out(ours) and not ours.args.reads_policies

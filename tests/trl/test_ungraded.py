@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,76 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trl import tiny
-from tests.trl.ungraded_worker import SETTINGS, Sometimes, form, stuck, success
 from troll.rewards.code import CodeGrader, passed_fraction
 from troll.rewards.grading import Grader, Verdict, leaves_unscored
 from troll.trl.conversations import Conversations
 from troll.trl.eval_metrics import judged_by
 from troll.trl.old_policy import OLD_POLICY, _entropies
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
+
+#: Three groups, of which the middle one lies on both of two processes.
+SETTINGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 6, "steps_per_generation": 2}
+
+
+def stuck(text: str) -> bool:
+    """Whether no sandbox takes the text."""
+    return sum(map(ord, text)) % 3 == 0
+
+
+def success(text: str) -> float:
+    """What it is worth, if it can be judged."""
+    return float(len(set(text)) % 2)
+
+
+class Sometimes(Grader):
+    """A third of the texts cannot be judged."""
+
+    def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
+        return [Verdict(None if stuck(text) else success(text), text, "unscored: no process") for text in completions]
+
+
+def form(completions: Any, **_: Any) -> list[float]:
+    """Pays for something else, and for every text."""
+    return [len(text) / 8 for text in completions]
+
+
+def ended(accelerator: Any) -> str:
+    """With what a run ends in which nothing can be judged; two of three times for lack of memory."""
+    grader = Sometimes()
+    unscored = UngradedFilter(accelerator, [grader])
+    reasons = ["no process"] if accelerator.process_index == 0 else ["no memory"] * 2
+    grader.latest = [Verdict(None, "program", f"unscored: {reason}") for reason in reasons]
+    batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
+    with pytest.raises(NothingJudgedError) as error:
+        for _ in range(3):
+            unscored.count_verdicts()
+            unscored.observe(torch.full((4, 1), torch.nan))
+            unscored.without(batch, Conversations(accelerator).of_rows)
+    return str(error.value)
+
+
+def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
+    """A rollout and an evaluation in which some completions cannot be judged, and runs in which none can."""
+    evaluation = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
+    trainer = make(reward_funcs=[Sometimes(), form], **tiny.halved(SETTINGS), **evaluation)
+    rollout = tiny.rolled_out(trainer)
+    logs = {name: list(trainer._logs[name]) for name in ("completion", "advantages")}
+    metrics = dict(trainer._metrics["train"])
+    evaluated = trainer.evaluate()
+    left_nothing = []
+    for tokens in (trainer.accelerator.process_index, 0):  # of another process, and of none
+        trainer.ungraded.count({"completion_mask": torch.tensor([tokens])})
+        left_nothing.append(trainer.ungraded.left_nothing())
+    return {
+        "rollout": tiny.tensors(rollout),
+        "metrics": metrics,
+        "logs": logs,
+        "evaluated": {name: value for name, value in evaluated.items() if isinstance(value, float)},
+        "left_nothing": left_nothing,
+        "ended": ended(trainer.accelerator),
+        "answers": [verdict.answer for verdict in trainer.eval_metrics._verdicts],
+    }
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
 

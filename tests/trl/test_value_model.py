@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification, PersimmonConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification
 
 from tests.trl import tiny
 from troll.trl.advantages.value_model import ValueHead, value_model
@@ -61,8 +61,7 @@ def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make, archite
     torch.testing.assert_close(model.base_model.state_dict(), expected.state_dict(), rtol=0, atol=0)
     hidden, expected_hidden = (each(ids).last_hidden_state for each in (model.base_model, expected))
     torch.testing.assert_close(hidden, expected_hidden, rtol=0, atol=0)
-    assert not model.score.weight.any()
-    assert not model.score.bias.any()
+    assert not model.score.weight.any() and not model.score.bias.any()
 
 
 @pytest.mark.parametrize("indices", [[5, 7], {"lm_head": [5, 7]}, {"embed_tokens": [5, 7], "lm_head": [5, 8]}], ids=str)
@@ -79,8 +78,9 @@ def test_single_trained_tokens_of_the_policy_are_those_of_the_critic_where_it_ha
         torch.testing.assert_close(model.get_base_model().base_model(ids).last_hidden_state, expected, rtol=0, atol=0)
 
 
-def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(model_path):
-    assert value_model(model_path("llama")).dtype == torch.float32
+def test_a_critic_is_in_float32_unless_a_folder_is_loaded_in_another_dtype(model_path, make):
+    for policy in (model_path("llama"), make.model("llama").to(torch.bfloat16)):
+        assert {p.dtype for p in value_model(policy).parameters()} == {torch.float32}
     model: Any = value_model(model_path("llama"), model_init_kwargs={"dtype": "bfloat16"})
     assert model.base_model.embed_tokens.weight.dtype == torch.bfloat16
     assert model.score.weight.dtype == torch.float32
@@ -98,16 +98,13 @@ def test_checkpointing_is_switched_on_by_the_name_that_transformers_has(model_pa
     assert calls == [{"use_reentrant": False}]
 
 
-def test_a_policy_in_bf16_has_a_critic_in_float32():
-    policy: Any = tiny.make_model("llama")
-    policy = policy.to(torch.bfloat16)
-    assert {p.dtype for p in value_model(policy).parameters()} == {torch.float32}
-
-
-def test_dropout_that_attention_reads_from_the_configuration_is_off():
-    config = PersimmonConfig(**tiny.COMMON | {"attention_dropout": 0.5})
-    model: Any = value_model(AutoModelForCausalLM.from_config(config)).train()
+@pytest.mark.parametrize("architecture", ["llama", "persimmon"])
+def test_dropout_is_off_in_training_too(architecture):
+    """The adapter's, and that which the attention of Persimmon reads from the configuration."""
+    policy = tiny.make_model(architecture, attention_dropout=0.5, classifier_dropout=0.5)
+    lora = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    model: Any = value_model(policy, lora).train()
     torch.nn.init.normal_(model.score.weight)
     ids = torch.arange(3, 12).unsqueeze(0)
     torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
-    assert config.attention_dropout == 0.5  # the policy's own
+    assert policy.config.attention_dropout == 0.5  # its own

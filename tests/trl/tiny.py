@@ -104,17 +104,14 @@ def adapted(model: Any, config: PeftConfig, scale: float = 0.05) -> Any:
     return made
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="."))
+def make_tokenizer(*special: str) -> PreTrainedTokenizerFast:
+    """One token per character, and more special ones."""
+    ids = {token: i for i, token in enumerate([*VOCABULARY, *special])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        padding_side="left",
-    )
+    options: dict[str, Any] = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "padding_side": "left"}
+    options |= {"additional_special_tokens": [*special]} if special else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def make_dataset(size: int = 16) -> Dataset:
@@ -157,8 +154,7 @@ class Maker:
 
     def model(self, architecture: str = "llama") -> PreTrainedModel:
         """A fresh copy of the tiny model."""
-        model = AutoModelForCausalLM.from_pretrained(self.model_path(architecture), dtype=torch.float32)
-        return model.train()
+        return AutoModelForCausalLM.from_pretrained(self.model_path(architecture), dtype=torch.float32).train()
 
     def __call__(
         self,
@@ -195,12 +191,6 @@ class Maker:
         trainer = self(GRPOTrainer, model, **settings)
         trainer.epsilon_low = trainer.epsilon_high = torch.inf
         return trainer
-
-    def copied(self, trainer: Any, model: str = "llama") -> PreTrainedModel:
-        """A model by itself, with the weights that a trainer's has now."""
-        copied = self.model(model)
-        copied.load_state_dict(trainer.model.state_dict())
-        return copied
 
 
 def rollout(trainer: Any) -> list[dict[str, Any]]:

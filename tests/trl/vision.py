@@ -8,21 +8,19 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessorPil,
     Idefics3Processor,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
-from tests.trl.tiny import COMMON, VOCABULARY
+from tests.trl.tiny import COMMON, VOCABULARY, make_tokenizer
 
 #: The special tokens of both families, after the characters.
 IMAGE_TOKENS = [
@@ -69,18 +67,10 @@ def make_model(family: str) -> PreTrainedModel:
     """A random model of about fifty thousand parameters with a vision tower of two layers."""
     torch.manual_seed(0)
     model: Any
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4, "initializer_range": 0.1}
     if family == "qwen2_5_vl":
-        vision = {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "window_size": 16,
-            "out_hidden_size": TEXT["hidden_size"],
-            "fullatt_block_indexes": [1],
-            "initializer_range": 0.1,
-        }
+        vision |= {"depth": 2, "num_heads": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+        vision |= {"out_hidden_size": TEXT["hidden_size"]}
         rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
         model = Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(
@@ -93,15 +83,7 @@ def make_model(family: str) -> PreTrainedModel:
             )
         )
     else:
-        vision = {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 4,
-            "initializer_range": 0.1,
-        }
+        vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
         model = Idefics3ForConditionalGeneration(
             Idefics3Config(
                 text_config={"model_type": "llama", **TEXT},
@@ -120,17 +102,8 @@ def make_model(family: str) -> PreTrainedModel:
 
 def make_processor(family: str) -> ProcessorMixin:
     """The family's image processor (the one on Pillow), and one token per character."""
-    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=IMAGE_TOKENS,
-        padding_side="left",
-    )
     image_processor: Any
+    fast = make_tokenizer(*IMAGE_TOKENS)
     if family == "qwen2_5_vl":
         image_processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=16 * 16)
         template = CHAT_TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")

@@ -14,25 +14,25 @@ import torch
 from torch.serialization import register_package
 
 from tests.trl import (
-    conversations_worker,
-    critic_worker,
     distributed_worker,
-    resampling_worker,
+    test_conversations,
+    test_critic,
+    test_resampling,
+    test_token_rewards,
+    test_ungraded,
     tiny,
-    token_rewards_worker,
-    ungraded_worker,
 )
 from tests.trl.sharding import fsdp_on_cpu, zero_on_cpu
 
-#: What either process returns, by the test file that looks at it: of a back end, the paths of models, and a folder.
-Work = Callable[[str, Callable[[str], Path], Path], dict[str, Any]]
+#: What either process returns, by the test file that looks at it: of a back end, with a maker of trainers, in a folder.
+Work = Callable[[str, tiny.Maker, Path], dict[str, Any]]
 
-CRITIC, DISTRIBUTED = critic_worker.work, distributed_worker.updates
+CRITIC, DISTRIBUTED = test_critic.work, distributed_worker.updates
 DDP_ALONE = {
-    "conversations": conversations_worker.work,
-    "resampling": resampling_worker.work,
-    "token rewards": token_rewards_worker.work,
-    "unscored": ungraded_worker.work,
+    "conversations": test_conversations.work,
+    "resampling": test_resampling.work,
+    "token rewards": test_token_rewards.work,
+    "unscored": test_ungraded.work,
 }
 PARTS: dict[str, dict[str, dict[str, Work]]] = {
     "updates": {
@@ -61,8 +61,10 @@ def main() -> None:
         tiny.DEFAULTS["use_cpu"] = False  # DeepSpeed is on its device, and that is the CPU
     results = {}
     for name, work in PARTS[part][mode].items():
-        Path(folder, name).mkdir(exist_ok=True)
-        results[name] = work(mode, lambda architecture: Path(paths[architecture]), Path(folder, name))
+        own = Path(folder, name)
+        own.mkdir(exist_ok=True)
+        results[name] = work(mode, tiny.Maker(lambda architecture: Path(paths[architecture]), own / "out"), own)
+    assert torch.distributed.get_world_size() == 2
     torch.save(results, Path(folder, f"{torch.distributed.get_rank()}.pt"))
     torch.distributed.destroy_process_group()
 

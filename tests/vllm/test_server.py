@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
 from tests.trl import tiny
-from tests.trl.resampling_worker import SETTINGS, dataset, reward
+from tests.trl.test_resampling import SETTINGS, dataset, reward
 from tests.trl.tiny import logged
 from tests.vllm.test_engine import FLOAT32_ERROR, SHAPE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -66,9 +67,9 @@ def test_by_sequence_finds_the_tokens_that_count():
 @pytest.mark.parametrize("name", ["icepop", "kpop", "trm", "m2po", "cppo"])
 def test_masks_keep_all_tokens_of_equal_policies(name):
     _, old, sampled = pair()
+    surrogate: Any = SURROGATES[name]
     for counts in (torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)):
-        tokens, surrogate = scored_tokens(old, old, sampled, counts=counts), SURROGATES[name]
-        assert surrogate.terms is not None
+        tokens = scored_tokens(old, old, sampled, counts=counts)
         assert kept(surrogate.terms(tokens, settings(), surrogate.own())) == [True] * 6
 
 
@@ -136,7 +137,6 @@ def test_m2po_of_impossible_tokens_drops_them_only():
 
 def test_cppo_is_stricter_for_early_tokens_and_after_a_prefix_that_moved():
     """With weights 1, 0.9, 0.8 and δ = 0.2: a change of 0.21 is far in the first place, and near in the last."""
-    own = CPPOSettings()
     for changes, expected in (
         ([0.21, 0.0, 0.0], [False, True, True]),
         ([0.0, 0.0, 0.21], [True, True, True]),
@@ -145,10 +145,10 @@ def test_cppo_is_stricter_for_early_tokens_and_after_a_prefix_that_moved():
         # The sum of z is 0.18, 0.18, 0.228, and the same is allowed.
         ([0.18, 0.0, 0.06], [True, True, True]),
     ):
-        tokens = of_probabilities([0.3 + change for change in changes], [0.3] * 3)
-        assert kept(cppo(tokens, settings(), own)) == expected
-        back = of_probabilities([0.3 + change for change in changes], [0.3] * 3, advantages=-torch.ones(3))
-        assert kept(cppo(back, settings(), own)) == [True] * 3
+        for advantage, keep in ((1.0, expected), (-1.0, [True] * 3)):
+            moved, advantages = [0.3 + change for change in changes], torch.full((3,), advantage)
+            tokens = of_probabilities(moved, [0.3] * 3, advantages=advantages)
+            assert kept(cppo(tokens, settings(), CPPOSettings())) == keep
 
 
 def test_cppo_is_its_definition_for_each_sequence():
@@ -196,27 +196,18 @@ def test_dppo_masks_what_is_far_and_leaving(kind, outcomes, tail):
         kl = (log_old.exp() * (log_old - log_new)).sum()
         variation = (log_new.exp() - log_old.exp()).abs().sum() / 2
         expected.append(not (leaving and float(variation if kind == "dppo_tv" else kl) > threshold))
-    own = SURROGATES[kind].own(threshold=threshold, outcomes=outcomes)
-    terms = SURROGATES[kind].terms
-    assert terms is not None and kept(terms(tokens, args, own)) == expected
+    surrogate: Any = SURROGATES[kind]
+    own = surrogate.own(threshold=threshold, outcomes=outcomes)
+    assert kept(surrogate.terms(tokens, args, own)) == expected
     assert 0 < sum(expected) < 60
 
 
 def test_dppo_of_certain_tokens_has_finite_divergences():
     """Log-probabilities of 0 and slightly above it, as rounding makes them, and far below."""
-    log_probs = torch.tensor([0.0, 1e-7, -1e-9, -80.0, 0.0])
-    moved = torch.tensor([-5.0, 0.0, -3.0, 0.0, 0.0])
-    tokens = ScoredTokens(
-        new_log_probs=moved,
-        old_log_probs=log_probs,
-        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
-        kl_bound=0.05,
-        penalty_weight=1.0,
-        constraint=None,
-        old=None,
-        new=None,
-        sequence=torch.zeros(5, dtype=torch.long),
-        counts=torch.ones(5, dtype=torch.bool),
+    tokens = dataclasses.replace(
+        of_log_ratios([0.0] * 5, advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0])),
+        old_log_probs=torch.tensor([0.0, 1e-7, -1e-9, -80.0, 0.0]),
+        new_log_probs=torch.tensor([-5.0, 0.0, -3.0, 0.0, 0.0]),
     )
     # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
     for terms in (dppo_kl(tokens, settings(), DPPOKLSettings()), dppo_tv(tokens, settings(), DPPOTVSettings())):
@@ -224,23 +215,16 @@ def test_dppo_of_certain_tokens_has_finite_divergences():
 
 
 def test_ipo_drops_what_has_moved_in_either_direction():
-    p, new = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01, 0.01]), torch.tensor([0.85, 0.15, 0.75, 0.25, 0.25, 0.4])
-    logits, old = (torch.stack([values, 1 - values], -1).double().log() for values in (new, p))
+    new, old = [0.85, 0.15, 0.75, 0.25, 0.25, 0.4], [0.5, 0.5, 0.5, 0.5, 0.01, 0.01]
     for advantage in (1.0, -1.0):
-        tokens = scored_tokens(
-            logits.requires_grad_(), old, torch.zeros(6, dtype=torch.long), advantages=torch.full((6,), advantage)
-        )
+        tokens = of_probabilities(new, old, advantages=torch.full((6,), advantage))
         terms = ipo(tokens, settings(), IPOSettings(threshold=0.3, kl_weight=0.0))
-        assert terms.keep is not None
-        assert terms.keep.tolist() == [False, False, True, True, True, False]
-        assert terms.log_ratio is None and terms.penalty is None
+        assert kept(terms) == [False, False, True, True, True, False]
 
 
 def test_ipo_penalises_squared_log_ratios_of_all_tokens():
-    new, old, sampled = pair()
-    tokens = scored_tokens(new, old, sampled)
-    terms = ipo(tokens, settings(), IPOSettings(threshold=0.01, kl_weight=0.5))
-    assert terms.keep is not None and terms.penalty is not None
+    tokens = scored_tokens(*pair())
+    terms: Any = ipo(tokens, settings(), IPOSettings(threshold=0.01, kl_weight=0.5))
     assert not terms.keep.all()
     log_ratio = (tokens.new_log_probs - tokens.old_log_probs).detach()
     torch.testing.assert_close(terms.penalty, 0.5 * log_ratio.square(), rtol=1e-12, atol=0)
