@@ -152,9 +152,6 @@ def test_the_routers_loss_comes_with_the_reading():
     assert output.aux_loss is not None and output.aux_loss.requires_grad
 
 
-# Weights that are elsewhere, adapters
-
-
 @pytest.mark.parametrize("model", ["plain", "biased"])
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 def test_partitioned_weights_are_gathered_in_forward_and_backward(monkeypatch, model, tail):
@@ -288,9 +285,6 @@ UNREADABLE: dict[str, Any] = {
 def test_a_head_that_cannot_be_read_is_refused(words):
     with pytest.raises(ValueError, match=words):
         head_of_model.refuse_head(UNREADABLE[words]())
-
-
-# What is noticed
 
 
 def doubled(output: Any) -> None:

@@ -23,8 +23,6 @@ from tests.trl.test_distributed import assert_exact_resume, assert_same_metrics,
 from tests.trl.tiny import assert_same_gradients
 from troll.trl.checks import refuse_an_empty_reference, refuse_model_parallelism, warn_about_saving
 
-# What is refused, and warned about
-
 
 @pytest.mark.parametrize("setting", ["tensor", "context", "sequence"])
 def test_model_parallelism_is_refused(setting):
@@ -93,9 +91,6 @@ def test_a_back_end_that_saves_shards_alone_is_warned_about(recwarn, plugins, mo
     accelerator: Any = SimpleNamespace(state=SimpleNamespace(**plugins))
     warn_about_saving(accelerator, model)
     assert [message in str(warning.message) for warning in recwarn] == ([] if message is None else [True])
-
-
-# What takes longer
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp", "zero3"])

@@ -29,14 +29,9 @@ def assert_the_trust_region_acts_and_bounds(trainer: Any) -> None:
     assert max(logged(trainer, "trust_region/nonfinite")) == 0
 
 
-# Mixtures of experts
-
-
-OLMOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
-
-
 def mixture(architecture: str) -> PreTrainedModel:
-    return tiny.make_model(architecture, **(OLMOE if architecture == "olmoe" else {})).train()
+    changes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    return tiny.make_model(architecture, **changes).train()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe"])
@@ -75,9 +70,6 @@ def test_the_router_loss_is_part_of_the_loss(make, architecture):
             torch.testing.assert_close(more[name] - none[name], 3 * router, rtol=1e-3, atol=1e-6)
 
 
-# Vision-language models
-
-
 def vision_trainer(make: tiny.Maker, family: str, **settings: Any) -> TrollTrainer:
     data = {"train_dataset": vision.make_dataset(), "processing_class": vision.make_processor(family)}
     return make(model=vision.make_model(family), kl_bound=BOUND, **data, **settings)
@@ -89,23 +81,11 @@ def test_a_vision_language_model_trains_and_saves(make, tmp_path, family):
     before = parameters(trainer.model)
     trainer.train()
     assert_the_trust_region_acts_and_bounds(trainer)
+    # Images reach the policies: without them, the tower would have no gradients.
     assert any(".vision_model." in name or ".visual." in name for name in changed(before, trainer.model))
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "checkpoint-4", dtype=torch.float32)
     torch.testing.assert_close(saved.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
     assert (tmp_path / "checkpoint-4" / "processor_config.json").is_file()
-
-
-@pytest.mark.parametrize("family", vision.FAMILIES)
-def test_images_reach_the_policies_and_gradients_reach_the_vision_tower(make, family):
-    trainer = vision_trainer(make, family)
-    (micro_batch, _) = rollout(trainer)
-    tiny.move(trainer.model, 0.05)
-    loss, gradient = loss_and_gradients(trainer, micro_batch)
-    towers = [name for name in gradient if ".vision_model." in name or ".visual." in name]
-    assert towers
-    assert max(float(gradient[name].abs().max()) for name in towers) > 0
-    other_images = micro_batch | {"pixel_values": micro_batch["pixel_values"].flip(-1)}
-    assert loss_and_gradients(trainer, other_images)[0] != pytest.approx(loss, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
@@ -124,9 +104,6 @@ def test_shuffling_and_splitting_keep_images_and_policies_together(make, family)
         grids = torch.cat([batch["image_grid_thw"] for batch in micro_batches])
         assert len(grids.unique(dim=0)) > 1
         assert [len(batch["pixel_values"]) for batch in micro_batches] == grids.prod(-1).view(4, 2).sum(-1).tolist()
-
-
-# Reward models
 
 
 def save_reward_model(folder: Path) -> Path:

@@ -73,9 +73,6 @@ def rewards_of(rollout: dict[str, Any]) -> torch.Tensor:
     return torch.tensor(reward(tiny.unpadded(rollout), flags, lambda *_: None))
 
 
-# The parts
-
-
 @pytest.mark.parametrize(
     ("group", "equal"),
     [
@@ -98,9 +95,6 @@ def test_no_number_is_drawn_again_before_all_have_been():
     assert [sorted(drawn[:5]), sorted(drawn[5:10])] == [list(range(5))] * 2
     assert len(drawn) == 13 and len(set(drawn[10:])) == 3
     assert draw(5, 13, "a") == drawn != draw(5, 13, "b")
-
-
-# The rollout
 
 
 def test_groups_with_equal_rewards_are_replaced(make):
@@ -187,9 +181,6 @@ def test_other_estimators_see_the_rewards_of_the_rollout(make):
     torch.testing.assert_close(rollout["advantages"], (rewards - others).flatten())
 
 
-# Training
-
-
 def test_without_equal_rewards_nothing_changes(make):
     """Not one bit of weights, metrics and random numbers."""
     results = []
@@ -260,9 +251,6 @@ def test_two_processes_share_groups(two_processes):
         assert metrics["resampling/equal_groups"][0] > 0 == metrics["resampling/equal_groups_left"][0]
         assert logs["prompt"] == prompts
         assert logs["length"] == [n for each in ours for n in each["rollout"]["completion_mask"].sum(1).tolist()]
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

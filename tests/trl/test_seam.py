@@ -76,9 +76,6 @@ def test_all_private_methods_that_the_trainer_overrides_are_checked():
     assert private == {method.name for method in needed.OVERRIDDEN}
 
 
-# That the step is used
-
-
 def reading_first(compute_loss: Any) -> Any:
     """TRL's loss, in a version that takes the old log-probabilities before it scores."""
 
@@ -129,9 +126,6 @@ def test_a_compiled_model_trains_as_it_does_uncompiled(make):
         trainer.train()
         results.append(tiny.logged(trainer, "loss"))
     assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
-
-
-# KL in the reward
 
 
 def test_kl_in_the_reward_is_not_in_the_loss(make):

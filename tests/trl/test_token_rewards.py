@@ -63,9 +63,6 @@ def advantages_of(worths: torch.Tensor, size: int = 4) -> torch.Tensor:
     return ((groups - groups.mean(1, keepdim=True)) * size / (size - 1)).view_as(worths)
 
 
-# The parts
-
-
 def test_what_is_said_replaces_a_reward_until_the_end_of_the_completion():
     rewards = torch.tensor([[1.0, 2.0], [1.0, NAN], [NAN, NAN], [3.0, 4.0]])
     told = {(0, 0): torch.tensor([0.5, -1.0]), (0, 1): torch.tensor([0.0, 0.0, 0.0])}
@@ -117,9 +114,6 @@ def test_another_number_of_completions_or_tokens_is_refused(returned, message):
 
 def test_a_reward_of_weight_zero_is_not_asked():
     assert speaking([Odd(), tiny.reward, Odd()], torch.tensor([0.0, 1.0, 2.0])) == [2]
-
-
-# The rollout
 
 
 def expected_worths(ids: list[list[int]], width: int, *more: float) -> torch.Tensor:
@@ -196,12 +190,6 @@ def test_two_processes_share_groups_positions_and_the_share_that_stays(left_by_t
     assert ours[0]["right_share"] == ours[1]["right_share"]
 
 
-# The gradient
-
-
-# What is refused
-
-
 @pytest.mark.parametrize("estimator", [name for name, each in ESTIMATORS.items() if each.of_tokens is None])
 def test_other_estimators_refuse_rewards_that_speak(make, estimator):
     with pytest.raises(ValueError, match=f"'odd' has of_tokens, .* '{estimator}' cannot use: set .* to rloo_tokens or"):
@@ -213,9 +201,6 @@ def test_columns_with_the_names_of_what_is_passed_are_refused(make):
     rows = tiny.make_dataset().add_column("rewards", [0] * 16)
     with pytest.raises(ValueError, match="cannot have a column named 'rewards'"):
         make(reward_funcs=Odd(), advantage_estimator="rloo_tokens", train_dataset=rows)
-
-
-# The curriculum
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,6 @@ def test_statistics_cover_the_logging_window(make):
     assert min(means) < entry["trust_region/kl_before_mean"] < max(means)
 
 
-# The configuration that TROLL cannot act on
-
-
 ON_POLICY: list[dict[str, Any]] = [
     {"steps_per_generation": 1, "per_device_train_batch_size": 8},
     {"steps_per_generation": 2, "gradient_accumulation_steps": 2},
@@ -343,9 +340,6 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
     mask = dense.scored_mask(inputs)
     assert inputs["old_per_token_logps"].dtype == torch.float32
     torch.testing.assert_close(inputs["old_per_token_logps"][mask], fused[mask], rtol=1e-5, atol=1e-5)
-
-
-# Evaluation
 
 
 def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):

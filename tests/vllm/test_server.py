@@ -111,9 +111,6 @@ def test_groups_with_equal_rewards_are_sampled_again(server, served):
     assert sum(left) < sum(first) and all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
 
-# Faults: one clear line, and no update made
-
-
 def fails(trainer: TrollTrainer, error: type[Exception], message: str) -> None:
     before = tiny.parameters(trainer.model)
     with pytest.raises(error, match=message):
