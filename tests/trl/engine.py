@@ -137,11 +137,7 @@ class RolloutFunc:
 def train_around_both(make: Callable[[str], Any]) -> list[dict[str, Any]]:
     """Trains around the engine's policy and around the trainer's own: with one engine's rollouts, the same updates.
 
-    Args:
-        make: Makes a trainer of an exact engine by the name of its anchor.
-
-    Returns:
-        The log of each update around the engine's policy.
+    Takes what makes a trainer by its anchor. Returns the log of each update around the engine's policy.
     """
     histories = []
     for anchor in ("rollout", "old"):

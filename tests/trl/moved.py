@@ -13,21 +13,13 @@ from tests.trl import dense, tiny
 
 
 class Moved:
-    """A rollout, and a network that has moved since.
+    """A trainer with a rollout, a network that has moved since, and a copy of that network.
 
-    Attributes:
-        trainer: The trainer.
-        args: Its configuration.
-        model: The copy, with the weights after the move.
-        batches: The inputs and the old logits, (B, T, V), of each micro-batch.
+    `batches` are the inputs and the old logits, (B, T, V), of each micro-batch.
     """
 
     def __init__(
-        self,
-        make: tiny.Maker,
-        model: str = "llama",
-        change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-        **settings: Any,
+        self, make: tiny.Maker, model: str = "llama", change: Callable[..., Any] = dict, **settings: Any
     ) -> None:
         self.trainer = make(model=model, **settings)
         self.args = self.trainer.args

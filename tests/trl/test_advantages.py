@@ -10,25 +10,15 @@ import torch
 from torch import Tensor
 
 from tests.tolerance import within
-from troll.trl.advantages.estimators import (
-    ESTIMATORS,
-    combine_rewards,
-    gae,
-    group_tokens,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    rloo,
-    rloo_tokens,
-    terminal_rewards,
-    token_advantages,
-    whiten,
-)
+from troll.trl.advantages import estimators
 
 NAN = math.nan
 ONES = torch.ones(6, dtype=torch.long)
 
-OF_TOKENS = {name: estimator.of_tokens for name, estimator in ESTIMATORS.items() if estimator.of_tokens}
-OF_SEQUENCES = {name: estimator.of_sequences for name, estimator in ESTIMATORS.items() if estimator.of_sequences}
+OF_TOKENS = {name: estimator.of_tokens for name, estimator in estimators.ESTIMATORS.items() if estimator.of_tokens}
+OF_SEQUENCES = {
+    name: estimator.of_sequences for name, estimator in estimators.ESTIMATORS.items() if estimator.of_sequences
+}
 
 
 def float64(values: list) -> Tensor:
@@ -41,17 +31,17 @@ def close(actual: Tensor, expected: Tensor | list | float) -> None:
 
 def test_rewards_are_weighted_over_the_functions_that_scored():
     rewards = float64([[1, 2], [NAN, 3], [4, NAN], [NAN, NAN]])
-    combined = combine_rewards(rewards, torch.tensor([1.0, 0.5]))
+    combined = estimators.combine_rewards(rewards, torch.tensor([1.0, 0.5]))
     torch.testing.assert_close(combined, float64([2, 1.5, 4, NAN]), equal_nan=True)
 
 
 def test_rloo_is_the_distance_from_the_mean_of_the_others():
     # The first group: 1 − 5/2, 2 − 4/2, 3 − 3/2. The second has a completion without a reward.
-    close(rloo(float64([1, 2, 3, 4, NAN, 10]), 3, ONES), [-1.5, 0, 1.5, -6, 0, 6])
+    close(estimators.rloo(float64([1, 2, 3, 4, NAN, 10]), 3, ONES), [-1.5, 0, 1.5, -6, 0, 6])
 
 
 def test_rloo_of_a_completion_without_others_is_zero():
-    close(rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
+    close(estimators.rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
 
 
 # Two groups of three completions, at two positions. The second has a completion without a reward.
@@ -59,7 +49,7 @@ WORTHS = [[1.0, 1], [1, 0], [0, 0.5], [2, 2], [NAN, NAN], [5, 2]]
 
 
 def test_rloo_of_tokens_is_the_distance_from_the_others_at_each_position():
-    close(rloo_tokens(float64(WORTHS), 3), [[0.5, 0.75], [0.5, -0.75], [-1, 0], [-3, 0], [0, 0], [3, 0]])
+    close(estimators.rloo_tokens(float64(WORTHS), 3), [[0.5, 0.75], [0.5, -0.75], [-1, 0], [-3, 0], [0, 0], [3, 0]])
 
 
 def test_groups_of_tokens_are_normalised_at_each_position():
@@ -67,7 +57,7 @@ def test_groups_of_tokens_are_normalised_at_each_position():
     # Position 1: mean 1/2, variance (1/4 + 1/4)/2; then no difference.
     a, b, c = math.sqrt(1 / 3) + 1e-6, 0.5 + 1e-6, math.sqrt(4.5) + 1e-6
     first = [[1 / 3 / a, 0.5 / b], [1 / 3 / a, -0.5 / b], [-2 / 3 / a, 0]]
-    close(group_tokens(float64(WORTHS), 3), [*first, [-1.5 / c, 0], [0, 0], [1.5 / c, 0]])
+    close(estimators.group_tokens(float64(WORTHS), 3), [*first, [-1.5 / c, 0], [0, 0], [1.5 / c, 0]])
 
 
 @pytest.mark.parametrize("estimator", OF_TOKENS)
@@ -81,7 +71,7 @@ def test_tokens_that_nobody_scored_or_that_are_equal_have_no_advantage(estimator
 
 def test_reinforce_plus_plus_whitens_without_groups():
     # Mean 2, variance 1.
-    close(reinforce_plus_plus(float64([1, 3, 1, 3]), 2, ONES[:4]), [-1, 1, -1, 1])
+    close(estimators.reinforce_plus_plus(float64([1, 3, 1, 3]), 2, ONES[:4]), [-1, 1, -1, 1])
 
 
 def test_reinforce_plus_plus_counts_tokens_not_completions():
@@ -89,12 +79,12 @@ def test_reinforce_plus_plus_counts_tokens_not_completions():
     tokens = float64([0, 0, 0, 1])
     mean, std = tokens.mean(), tokens.std(correction=0)
     # No tokens, or no reward: no part in the mean, and no advantage.
-    close(reinforce_plus_plus(rewards, 2, counts), [-mean / std, (1 - mean) / std, 0, 0])
+    close(estimators.reinforce_plus_plus(rewards, 2, counts), [-mean / std, (1 - mean) / std, 0, 0])
 
 
 def test_reinforce_plus_plus_baseline_subtracts_the_group_first():
     # Differences from the group's mean: −1, 1, −3, 3, and 0 without a comparison; their mean is 0, their variance 20/5.
-    advantages = reinforce_plus_plus_baseline(float64([1, 3, 4, 10, 7, NAN]), 2, ONES)
+    advantages = estimators.reinforce_plus_plus_baseline(float64([1, 3, 4, 10, 7, NAN]), 2, ONES)
     close(advantages, [-0.5, 0.5, -1.5, 1.5, 0, 0])
 
 
@@ -108,7 +98,7 @@ def test_whitened_values_have_mean_zero_and_variance_one():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 100
     mask = torch.rand(5, 7, generator=generator) < 0.6
-    whitened = whiten(values.masked_fill(~mask, NAN), mask)
+    whitened = estimators.whiten(values.masked_fill(~mask, NAN), mask)
     close(whitened[mask].mean(), 0)
     close(whitened[mask].var(correction=0), 1)
     assert not whitened[~mask].any()
@@ -117,30 +107,13 @@ def test_whitened_values_have_mean_zero_and_variance_one():
 def test_whitening_in_float32_keeps_a_small_variance_next_to_a_large_mean():
     values = 1000 + 0.1 * torch.arange(64.0)
     expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
-    torch.testing.assert_close(whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_whitening_over_two_processes_is_whitening_of_the_whole():
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    mask = torch.rand(6, 4, generator=generator) < 0.7
-    halves = [(values[:2], mask[:2]), (values[2:], mask[2:])]
-
-    def whiten_half(own: int) -> Tensor:
-        # What the other process would send: its sums, with the mean of both.
-        v, m = halves[1 - own]
-        other = iter(
-            [torch.stack([v[m].sum(), m.sum().double()]), ((v[m] - values[mask].mean()) ** 2).sum()],
-        )
-        return whiten(*halves[own], reduce=lambda tensor: tensor + next(other))
-
-    close(torch.cat([whiten_half(0), whiten_half(1)]), whiten(values, mask))
+    torch.testing.assert_close(estimators.whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_reward_is_at_the_last_token_of_the_policy():
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
     expected = [[0, 0, 5.0, 0], [0, 0, 6, 0], [0, 0, 0, 7], [0, 0, 0, 0]]
-    close(terminal_rewards(torch.tensor([5.0, 6, 7, 8]), mask), expected)
+    close(estimators.terminal_rewards(torch.tensor([5.0, 6, 7, 8]), mask), expected)
 
 
 def naive_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> list[float]:
@@ -156,7 +129,9 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(gamma, lam):
     rewards, values = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
     mask = torch.rand(5, 8, generator=generator) < 0.7
     mask[0], mask[1] = True, False
-    advantages, returns = gae(rewards.masked_fill(~mask, NAN), values.masked_fill(~mask, NAN), mask, gamma, lam)
+    advantages, returns = estimators.gae(
+        rewards.masked_fill(~mask, NAN), values.masked_fill(~mask, NAN), mask, gamma, lam
+    )
     for i, row in enumerate(mask):  # a masked token is no step: the naive loop does not even see it
         close(advantages[i][row], naive_gae(rewards[i][row], values[i][row], gamma, lam))
     close(returns[mask], (advantages + values)[mask])
@@ -166,14 +141,14 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(gamma, lam):
 
 def test_gae_refuses_shapes_that_differ():
     with pytest.raises(ValueError, match=r"one shape \(B, T\), got \(1, 2\), \(1, 3\) and \(1, 2\)"):
-        gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2), 1, 1)
+        estimators.gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2), 1, 1)
 
 
 def test_token_advantages_leave_out_what_has_no_reward():
     rewards, values = float64([1, NAN]), float64([[0.5, 0.25, 9], [3, 3, 3]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    advantages, returns, counted = token_advantages(rewards, values, mask, whitened=False)
+    advantages, returns, counted = estimators.token_advantages(rewards, values, mask, whitened=False)
     close(advantages, [[0.5, 0.75, 0], [0, 0, 0]])
     close(returns, [[1, 1, 0], [0, 0, 0]])
     assert counted.tolist() == [[True, True, False], [False, False, False]]
-    close(token_advantages(rewards, values, mask)[0], [[-1, 1, 0], [0, 0, 0]])
+    close(estimators.token_advantages(rewards, values, mask)[0], [[-1, 1, 0], [0, 0, 0]])

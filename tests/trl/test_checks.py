@@ -17,22 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from tests.trl import tiny
 from tests.trl.engine import Engine, take_the_place_of_vllm
-from tests.trl.tiny import (
-    DEFAULTS,
-    LOG_PROB_ERROR,
-    adapted,
-    changed,
-    make_dataset,
-    make_model,
-    make_tokenizer,
-    no_warnings_about,
-    parameters,
-    reward,
-    rolled_out,
-)
 from troll.evaluation.model import find_model, load_model
-from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.checks import disable_dropout, unresolved_share, warn_about_precision
 from troll.trl.seam import sequences
 
@@ -113,7 +100,7 @@ def test_weights_that_never_move_are_warned_about(back_end, precision, learning_
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType[back_end], mixed_precision=precision)
     args: Any = SimpleNamespace(learning_rate=learning_rate)
     message = r'9\d% of the trained weights .*learning_rate=1e-06.* dtype="float32".*bf16=True; or train LoRA'
-    with pytest.warns(UserWarning, match=message) if warned else no_warnings_about("trained weights"):
+    with pytest.warns(UserWarning, match=message) if warned else tiny.no_warnings_about("trained weights"):
         warn_about_precision(accelerator, args, Weights(dtype))
 
 
@@ -121,7 +108,7 @@ TAKEN = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra
 
 
 def with_column(name: str, size: int = 16) -> Dataset:
-    return make_dataset(size).add_column(name, ["x"] * size)
+    return tiny.make_dataset(size).add_column(name, ["x"] * size)
 
 
 COLUMN = r"cannot have a column named '{0}': .*rename_column\('{0}', ...\).*remove_columns"
@@ -135,7 +122,7 @@ def test_a_column_that_reward_functions_cannot_get_is_refused_before_training(ma
 
 def test_such_a_column_is_refused_in_every_data_set(make, monkeypatch):
     data, message = with_column("completions"), COLUMN.format("completions")
-    for held_out in (data, {"other": make_dataset(), "one": data}):
+    for held_out in (data, {"other": tiny.make_dataset(), "one": data}):
         with pytest.raises(ValueError, match=message):
             make(eval_dataset=held_out)
     trainer = make(train_dataset=IterableDataset.from_generator(lambda: iter(data)))
@@ -168,7 +155,7 @@ def test_a_removed_column_reaches_no_reward_function(make):
 
 def tokenizer_with(*tokens: str, **special: str) -> Any:
     """The tests' tokenizer with more tokens than the tiny models have rows, 48."""
-    tokenizer: Any = make_tokenizer()
+    tokenizer: Any = tiny.make_tokenizer()
     tokenizer.add_tokens(list(tokens))
     tokenizer.add_special_tokens(special)
     return tokenizer
@@ -206,19 +193,14 @@ def test_rows_without_a_prompt_train_in_an_environment_that_brings_it(make):
         def reset(self, **row: Any) -> str:
             return "1+1="
 
-    tokenizer: Any = make_tokenizer()
+    tokenizer: Any = tiny.make_tokenizer()
     tokenizer.chat_template = (  # TRL asks for one that renders calls of tools
         "{{ tools }}{% for message in messages %}{{ message.role }}{{ message.content }}"
         "{% for call in message.tool_calls or [] %}{{ call.function }}{% endfor %}{% endfor %}"
     )
-    trainer = TrollTrainer(
-        make.model(),
-        reward,
-        TrollConfig(str(make.output_dir), **{**DEFAULTS, "max_steps": 1}),
-        train_dataset=Dataset.from_dict({"environment": ["sum"] * 8}),
-        processing_class=tokenizer,
-        environment_factory={"sum": Sum},
-    )
+    rows = Dataset.from_dict({"environment": ["sum"] * 8})
+    environments = {"train_dataset": rows, "environment_factory": {"sum": Sum}}
+    trainer = make(processing_class=tokenizer, max_steps=1, **environments)
     trainer.train()
     assert trainer.state.global_step == 1
 
@@ -233,7 +215,7 @@ def test_tokens_that_occur_nowhere_and_padded_embeddings_are_accepted(make):
     trainer = make(processing_class=tokenizer_with("<new>"), max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
-    model = make_model("llama")
+    model = tiny.make_model("llama")
     model.resize_token_embeddings(64)
     trainer = make(model=model, processing_class=tokenizer_with("<new>", pad_token="<pad2>"), max_steps=1)
     trainer.train()
@@ -265,7 +247,7 @@ def test_a_reference_or_a_critic_without_the_models_tokens_is_refused(make, mode
 )
 def test_an_adapter_that_an_engine_would_get_wrong_is_refused(make, monkeypatch, settings, message):
     take_the_place_of_vllm(monkeypatch, Engine())
-    model = make_model("llama", tie_word_embeddings=True)
+    model = tiny.make_model("llama", tie_word_embeddings=True)
     config = LoraConfig(task_type="CAUSAL_LM", r=4, **settings)
     with pytest.raises(ValueError, match=message):
         make(model=model, peft_config=config, use_vllm=True, vllm_mode="colocate")
@@ -275,7 +257,7 @@ def test_an_adapter_that_an_engine_would_get_wrong_is_refused(make, monkeypatch,
 def test_an_engine_with_another_vocabulary_is_refused(make, monkeypatch, mode):
     """A server says itself that the weights do not fit."""
     take_the_place_of_vllm(monkeypatch, Engine())
-    model = make_model("llama")
+    model = tiny.make_model("llama")
     model.resize_token_embeddings(64)
     message = r"vLLM has read a model of 48 tokens from .*, and the trained one has 64"
     with pytest.raises(ValueError, match=message) if mode == "colocate" else nullcontext():
@@ -294,37 +276,37 @@ def test_an_adapter_of_the_head_is_refused_with_any_surrogate(make, surrogate):
 @pytest.mark.parametrize("tied", [True, False])
 def test_single_tokens_are_scored_by_the_models_own_logits(make, surrogate, tied):
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], trainable_token_indices=[10, 11])
-    model = adapted(make_model("llama", tie_word_embeddings=tied), config)
+    model = tiny.adapted(tiny.make_model("llama", tie_word_embeddings=tied), config)
     trainer = make(model=model, surrogate=surrogate, temperature=1.0)
-    batch = rolled_out(trainer)
+    batch = tiny.rolled_out(trainer)
     ids, mask = sequences(batch)
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
     acts = batch["completion_mask"].bool()
-    torch.testing.assert_close(batch["old_per_token_logps"][acts], expected[acts], rtol=0, atol=LOG_PROB_ERROR)
+    torch.testing.assert_close(batch["old_per_token_logps"][acts], expected[acts], rtol=0, atol=tiny.LOG_PROB_ERROR)
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_single_tokens_are_trained_and_saved(make, surrogate, tied, tmp_path):
     """Of the embedding, and of the head that it is tied to; what is loaded again is what was trained."""
-    model = make_model("llama", tie_word_embeddings=tied)
+    model = tiny.make_model("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], trainable_token_indices=[10, 11])
     trainer = make(model=model, peft_config=config, surrogate=surrogate, beta=0.1)
-    before = parameters(trainer.model)
+    before = tiny.parameters(trainer.model)
     trainer.train()
-    assert any("trainable_tokens_delta" in name for name in changed(before, trainer.model))
+    assert any("trainable_tokens_delta" in name for name in tiny.changed(before, trainer.model))
     trainer.save_model(str(tmp_path / "adapter"))
     ids = torch.arange(3, 30).unsqueeze(0)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = trainer.model.eval()(ids).logits
     again = PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
-    torch.testing.assert_close(again, expected, rtol=0, atol=LOG_PROB_ERROR)
+    torch.testing.assert_close(again, expected, rtol=0, atol=tiny.LOG_PROB_ERROR)
     merged = load_model(find_model(str(tmp_path / "adapter")), "float32")(ids).logits
-    torch.testing.assert_close(merged, expected, rtol=0, atol=LOG_PROB_ERROR)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=tiny.LOG_PROB_ERROR)
 
 
 class WithDropout(nn.Module):
@@ -352,7 +334,7 @@ def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     numbers = []
     for rate in (0.0, 0.3):
         changes: dict[str, Any] = {**sizes, **dict.fromkeys(names, rate)}
-        model = make_model(architecture, **changes)
+        model = tiny.make_model(architecture, **changes)
         disable_dropout(model)
         numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])
     assert numbers[0] == numbers[1]

@@ -25,15 +25,10 @@ from troll.trl import complete, generation
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.conversations import Conversation, completion_metrics, read
 from troll.trl.old_policy import OLD_POLICY
+from troll.trust_region.policy.packed import PackedPolicy
 
 #: Three groups, of which the middle one lies on both of two processes.
-SETTINGS: dict[str, Any] = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 6,
-    "steps_per_generation": 2,
-    "max_completion_length": 6,
-    "learning_rate": 1e-3,
-}
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6, "max_completion_length": 6, "learning_rate": 1e-3}
 
 END = tiny.COMMON["eos_token_id"][0]
 
@@ -51,13 +46,9 @@ def conversation(seed: int) -> dict[str, list[int]]:
 
 @dataclass
 class Rollout:
-    """A rollout function with a number of earlier conversations for each of all processes' samples.
+    """A rollout function with earlier conversations for each of all processes' samples; keeps what it has returned."""
 
-    Attributes:
-        earlier: The numbers; None for a function that returns nothing of the kind.
-        given: What it has returned last.
-    """
-
+    #: The numbers; None for a function that returns nothing of the kind.
     earlier: Sequence[int] | None
     given: dict[str, Any] = field(default_factory=dict)
 
@@ -80,12 +71,7 @@ def by_hand(
 ) -> dict[str, torch.Tensor]:
     """The policy gradient of conversations, each read by itself, where old and new policy are equal.
 
-    Args:
-        model: The policy.
-        samples: The conversations of each sample.
-        advantages: Of each sample.
-        rows: For the loss "grpo", by how many rows the sum of the conversations' means is divided; None for "dapo", the
-            mean over all tokens.
+    For the loss "grpo", the sum of their means is divided by a number of rows; for "dapo", all tokens have one mean.
     """
     model.zero_grad()
     tokens = sum(len(each["completion_ids"]) for several in samples for each in several)
@@ -140,7 +126,7 @@ EARLIER = [0, 2, 1, 0, 5, 0, 0, 1, 3, 0, 0, 1]
 
 def make_one(make: tiny.Maker, earlier: Any = EARLIER, **settings: Any) -> tuple[Any, Rollout]:
     rollout = Rollout(earlier)
-    return make(rollout_func=rollout, **{**SETTINGS, **settings}), rollout
+    return make(**{"rollout_func": rollout, **SETTINGS, **settings}), rollout
 
 
 def rows_of(inputs: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -177,20 +163,22 @@ def test_rows_are_last_conversations_then_earlier_ones_then_fillers(make):
     assert all(len(value) == 26 for value in rolled_out.values() if not torch.is_tensor(value) or value.ndim)
 
 
+#: Four micro-batches, whose rows are filled up to 28.
+SMALL = {"steps_per_generation": 4, "per_device_train_batch_size": 3}
+
+
 def test_every_row_is_in_one_micro_batch_with_its_old_policy(make):
-    trainer, rollout = make_one(make, steps_per_generation=4, per_device_train_batch_size=3)
+    trainer, rollout = make_one(make, **SMALL)
     buffered = tiny.rollout(trainer)
     assert [len(inputs["advantages"]) for inputs in buffered] == [7] * 4
     wanted = [pair(one) for several in samples_of(rollout.given) for one in several]
     found = [row for inputs in buffered for row in rows_of(inputs)]
     assert sorted(row for row in found if row[1]) == sorted(wanted)
     for inputs in buffered:
-        for policy, ids, mask in zip(
-            inputs[OLD_POLICY], inputs["completion_ids"], inputs["completion_mask"], strict=True
-        ):
-            old = policy.unpack()
-            sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
-            assert sampled[mask.bool()].tolist() == ids[mask.bool()].tolist()
+        old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
+        sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+        mask = inputs["completion_mask"].bool()
+        assert sampled[mask].tolist() == inputs["completion_ids"][mask].tolist()
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
@@ -201,10 +189,9 @@ def test_all_conversations_get_the_gradient_that_they_get_by_hand(make, loss, su
     gradients = mean_gradients(trainer)
     samples = samples_of(rollout.given)
     advantages = tiny.group_advantages(tiny.reward(rollout.given["completion_ids"])).tolist()
-    tiny.assert_same_gradients(gradients, by_hand(trainer.model, samples, advantages, 26 if loss == "grpo" else None))
-    last_alone = by_hand(
-        trainer.model, [several[:1] for several in samples], advantages, 26 if loss == "grpo" else None
-    )
+    number = 26 if loss == "grpo" else None
+    tiny.assert_same_gradients(gradients, by_hand(trainer.model, samples, advantages, number))
+    last_alone = by_hand(trainer.model, [several[:1] for several in samples], advantages, number)
     with pytest.raises(AssertionError):  # earlier conversations make a difference
         tiny.assert_same_gradients(gradients, last_alone, 0.1)
 
@@ -214,12 +201,7 @@ def test_all_conversations_get_the_gradient_that_they_get_by_hand(make, loss, su
     [
         {"top_k": 5},
         {"beta": 0.1, "loss_type": "bnpo"},
-        {
-            "loss_type": "dr_grpo",
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 4,
-            "per_device_train_batch_size": 3,
-        },
+        {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, **SMALL},
         {"constraint": "batch", "constraint_reduction": "sum"},
         {"constraint": "sequence", "tail": "floor"},
         {"importance_sampling_level": "sequence"},
@@ -449,33 +431,25 @@ def test_complete_has_the_log_probabilities_of_an_engine(make, monkeypatch):
 PICTURES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 16, "image": [None] * 16})
 
 
+def of_engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return RolloutFunc(Engine())(prompts, trainer) | {"earlier": [[conversation(0)]] * len(prompts)}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"advantage_estimator": "gae"}, 'advantage_estimator="gae" takes no earlier'),
         ({"advantage_estimator": "rloo_tokens"}, 'advantage_estimator="rloo_tokens" takes no earlier'),
         ({"train_dataset": PICTURES}, "earlier where the data have images"),
+        ({"anchor": "rollout", "rollout_func": of_engine}, 'anchor="rollout" takes no earlier of rollout_func'),
     ],
 )
 def test_what_has_no_place_for_more_rows_is_refused(make, settings, message):
     trainer, rollout = make_one(make, **settings)
     with pytest.raises(ValueError, match=message):
         tiny.rolled_out(trainer)
-    if trainer.train_dataset is not PICTURES:
+    if "advantage_estimator" in settings:
         rollout.earlier = None
-        tiny.rolled_out(trainer)
-
-
-def test_an_engine_as_the_centre_is_refused(make):
-    engine = RolloutFunc(Engine())
-    trainer = make(
-        rollout_func=lambda prompts, trainer: (
-            engine(prompts, trainer) | {"earlier": [[conversation(0)]] * len(prompts)}
-        ),
-        anchor="rollout",
-        **SETTINGS,
-    )
-    with pytest.raises(ValueError, match='anchor="rollout" takes no earlier of rollout_func'):
         tiny.rolled_out(trainer)
 
 
@@ -519,16 +493,10 @@ def test_log_probabilities_of_the_last_need_those_of_the_earlier():
 # Two processes
 
 
-@pytest.fixture(scope="module")
-def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
-    """What either process left."""
-    return left_by_two("ddp", "conversations")
-
-
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
-def test_two_processes_with_unequal_numbers_weigh_every_conversation_alike(two_processes, make, loss):
+def test_two_processes_with_unequal_numbers_weigh_every_conversation_alike(left_by_two, make, loss):
     """One has six rows of its own, the other seventeen: both get 18, and their mean is the gradient by hand."""
-    found = [each[loss] for each in two_processes]
+    found = [each[loss] for each in left_by_two("ddp", "conversations")]
     assert [sum(len(inputs["advantages"]) for inputs in each["inputs"]) for each in found] == [18, 18]
     samples = [several for each in found for several in each["samples"]]
     assert [len(several) - 1 for several in samples] == UNEQUAL
@@ -541,9 +509,9 @@ def test_two_processes_with_unequal_numbers_weigh_every_conversation_alike(two_p
     tiny.assert_same_gradients(mean, expected, tiny.GRADIENT_ERROR + rounding(2 * 18 * 6))
 
 
-def test_two_processes_train_and_log_the_same(two_processes):
-    first, second = two_processes
-    assert all(torch.equal(value, second["parameters"][name]) for name, value in first["parameters"].items())
+def test_two_processes_train_and_log_the_same(left_by_two):
+    first, second = left_by_two("ddp", "conversations")
+    torch.testing.assert_close(first["parameters"], second["parameters"], rtol=0, atol=0)
     steps = [entry for entry in first["log"] if "loss" in entry]
     assert len(steps) == 4
     for entry in steps:

@@ -12,17 +12,7 @@ from peft import PromptTuningConfig
 
 import troll
 from tests.tolerance import within
-from tests.trl import dense
-from tests.trl.tiny import (
-    COMMON,
-    logged,
-    loss_and_gradients,
-    make_dataset,
-    move,
-    no_warnings_about,
-    parameters,
-    rollout,
-)
+from tests.trl import dense, tiny
 from troll.trl.advantages.estimators import ESTIMATORS
 
 PREFIX = "trust_region/diagnostics/"
@@ -37,19 +27,21 @@ def diagnostics(trainer: Any) -> list[tuple[int, dict[str, float]]]:
     return [(step, values) for step, values in logs if values]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (4, [4])])
-def test_diagnostics_are_logged_when_they_are_due(make, every, steps):
-    trainer = make(diagnostics_steps=every, max_steps=6)
+@pytest.mark.parametrize(
+    ("every", "steps", "settings"),
+    [
+        (0, [], {}),
+        (1, [1, 2, 3, 4, 5, 6], {}),
+        (3, [3, 6], {}),
+        (4, [4], {}),
+        # Three micro-batches a rollout, two an update: rollouts begin in the middle of every second update.
+        (2, [2, 4, 6], {"surrogate": "clip", "gradient_accumulation_steps": 2, "steps_per_generation": 3}),
+    ],
+)
+def test_diagnostics_are_logged_when_they_are_due(make, every, steps, settings):
+    trainer = make(diagnostics_steps=every, max_steps=6, **settings)
     trainer.train()
     assert [step for step, _ in diagnostics(trainer)] == steps
-
-
-def test_rollouts_that_begin_within_an_update_are_measured_whole(make):
-    """Three micro-batches a rollout, two an update: rollouts begin in the middle of every second update."""
-    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 8}
-    trainer = make(surrogate="clip", diagnostics_steps=2, **settings)
-    trainer.train()
-    assert [step for step, _ in diagnostics(trainer)] == [2, 4, 6, 8]
 
 
 def test_the_tail_is_measured_in_every_update_that_is_due(make):
@@ -64,7 +56,7 @@ def test_the_tail_is_measured_in_every_update_that_is_due(make):
 def test_virtual_tokens_do_not_shift_the_probe(make):
     peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make(diagnostics_steps=1, peft_config=peft)
-    rollout(trainer)
+    tiny.rollout(trainer)
     probe = trainer.diagnostics._probe
     ids = probe.input_ids[0].roll(-1)[probe.positions]
     log_probs = probe.old_logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -78,7 +70,7 @@ def test_they_change_nothing(make, surrogate):
     for every in (0, 2):
         trainer = make(surrogate=surrogate, diagnostics_steps=every, epsilon=0.2)
         trainer.train()
-        results.append((logged(trainer, "loss"), parameters(trainer.model)))
+        results.append((tiny.logged(trainer, "loss"), tiny.parameters(trainer.model)))
     (losses, weights), (other_losses, other_weights) = results
     if surrogate == "troll":  # the others read policies by another head, which rounds otherwise
         assert losses == other_losses
@@ -90,12 +82,12 @@ def test_they_change_nothing(make, surrogate):
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
 def test_diagnostics_are_those_of_full_logits(make, surrogate):
     trainer = make(surrogate=surrogate, diagnostics_steps=1, support_top_k=6, kl_bound=0.01)
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     with torch.no_grad():
         old = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
     probed = trainer.diagnostics._probe
-    move(trainer.model, 0.1)
-    loss_and_gradients(trainer, inputs)
+    tiny.move(trainer.model, 0.1)
+    tiny.loss_and_gradients(trainer, inputs)
     metrics = {name.removeprefix(PREFIX): value for name, value in trainer.diagnostics.metrics().items()}
     assert trainer.diagnostics.metrics() == {}
 
@@ -141,10 +133,10 @@ def test_much_mass_outside_the_support_is_warned_about_once(make, recwarn):
     narrow, wide = make(support_top_k=2, max_steps=4), make(max_steps=2)
     narrow.train()
     assert sum("Raise support_top_k to 8" in str(warning.message) for warning in recwarn) == 1
-    assert logged(narrow, "trust_region/tail_mass")[0] > 0.1
-    with no_warnings_about("outside the"):
+    assert tiny.logged(narrow, "trust_region/tail_mass")[0] > 0.1
+    with tiny.no_warnings_about("outside the"):
         wide.train()
-    assert max(logged(wide, "trust_region/tail_mass")) < 0.1
+    assert max(tiny.logged(wide, "trust_region/tail_mass")) < 0.1
 
 
 def test_the_mass_outside_is_logged_whatever_becomes_of_it(make):
@@ -152,14 +144,14 @@ def test_the_mass_outside_is_logged_whatever_becomes_of_it(make):
     for tail in ("bucket", "floor"):
         trainer = make(tail=tail, support_top_k=4, max_steps=1)
         trainer.train()
-        masses += logged(trainer, "trust_region/tail_mass")
+        masses += tiny.logged(trainer, "trust_region/tail_mass")
     assert masses[0] == masses[1] > 0
 
 
 #: Every completion is cut off, and cut-off completions are masked.
 ALL_MASKED: dict[str, Any] = {
     "mask_truncated_completions": True,
-    "generation_kwargs": {"suppress_tokens": COMMON["eos_token_id"]},
+    "generation_kwargs": {"suppress_tokens": tiny.COMMON["eos_token_id"]},
     "max_completion_length": 4,
     "diagnostics_steps": 1,
     "max_steps": 2,
@@ -186,18 +178,18 @@ ALL_MASKED: dict[str, Any] = {
     ids=str,
 )
 def test_no_metric_is_nan_where_all_completions_are_masked(make, settings):
-    trainer = make(**ALL_MASKED, **settings, eval_dataset=make_dataset(4))
+    trainer = make(**ALL_MASKED, **settings, eval_dataset=tiny.make_dataset(4))
     trainer.train()
-    logs = trainer.state.log_history
-    assert logged(trainer, "completions/clipped_ratio") == [1.0]
-    values = [value for entry in logs for value in entry.values() if isinstance(value, float)]
-    assert not any(math.isnan(value) for value in values)
-    assert not any(name.startswith("critic/value") for entry in logs for name in entry)  # of no token
+    assert tiny.logged(trainer, "completions/clipped_ratio") == [1.0]
+    found = [(name, value) for entry in trainer.state.log_history for name, value in entry.items()]
+    assert not any(math.isnan(value) for _, value in found if isinstance(value, float))
+    assert not any(name.startswith("critic/value") for name, _ in found)  # of no token
 
 
-def test_no_metric_is_nan_where_nothing_is_judged(make):
-    for settings in ({}, {"advantage_estimator": "gae"}):
-        trainer = make(reward_funcs=lambda completions, **_: [None] * len(completions), **settings, diagnostics_steps=1)
-        trainer.train()
-        found = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]
-        assert not any(math.isnan(value) for value in found)
+@pytest.mark.parametrize("estimator", ["group", "gae"])
+def test_no_metric_is_nan_where_nothing_is_judged(make, estimator):
+    nothing = {"reward_funcs": lambda completions, **_: [None] * len(completions)}
+    trainer = make(advantage_estimator=estimator, diagnostics_steps=1, **nothing)
+    trainer.train()
+    found = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]
+    assert not any(math.isnan(value) for value in found)

@@ -9,29 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.trl import dense
+from tests.trl import dense, tiny
 from tests.trl.resuming import interrupted, resumed_exactly
-from tests.trl.tiny import (
-    assert_same_gradients,
-    changed,
-    logged,
-    loss_and_gradients,
-    make_dataset,
-    parameters,
-    reward,
-    rolled_out,
-    rollout,
-    unpadded,
-)
-from tests.trl.tiny import gradients as gradients_of
 from troll.trl.advantages.critic import CRITIC_FILE
 from troll.trl.advantages.estimators import ESTIMATORS, gae, terminal_rewards
 
 
 def scored(trainer: Any) -> tuple[dict[str, Any], torch.Tensor]:
     """A rollout before it is shuffled, and the rewards of its completions in float64."""
-    output = rolled_out(trainer)
-    return output, torch.tensor(reward(unpadded(output))).double()
+    output = tiny.rolled_out(trainer)
+    return output, torch.tensor(tiny.reward(tiny.unpadded(output))).double()
 
 
 OF_SEQUENCES = {name: each.of_sequences for name, each in ESTIMATORS.items() if each.of_sequences is not None}
@@ -80,13 +67,13 @@ def test_ppos_policy_gradient_is_that_of_its_token_advantages(make, surrogate, a
         gradient_accumulation_steps=accumulation,
         steps_per_generation=2 * accumulation,
     )
-    inputs = rollout(trainer)[0]
-    _, gradients = loss_and_gradients(trainer, inputs)
+    inputs = tiny.rollout(trainer)[0]
+    _, gradients = tiny.loss_and_gradients(trainer, inputs)
     model = make.model()
     log_probs, mask = dense.completion_log_probs(model, inputs), dense.scored_mask(inputs)
     # Old and new policy are equal: every surrogate has the plain policy gradient.
     (-(log_probs * inputs["advantages"])[mask].mean() / accumulation).backward()
-    assert_same_gradients(gradients, gradients_of(model))
+    tiny.assert_same_gradients(gradients, tiny.gradients(model))
 
 
 def test_a_critic_draws_no_random_numbers_of_the_rollouts(make):
@@ -111,33 +98,33 @@ def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
     trainer = make(**settings)
     trainer.train()
     assert trainer.args.num_generations == 1
-    assert len(logged(trainer, "loss")) == 3
+    assert len(tiny.logged(trainer, "loss")) == 3
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_trains(make, estimator):
-    trainer = make(advantage_estimator=estimator, eval_dataset=make_dataset(4))
-    before = parameters(trainer.model)
+    trainer = make(advantage_estimator=estimator, eval_dataset=tiny.make_dataset(4))
+    before = tiny.parameters(trainer.model)
     trainer.train()
     trainer.evaluate()
-    assert all(torch.isfinite(torch.tensor(logged(trainer, "loss"))))
-    assert changed(before, trainer.model)
+    assert all(torch.isfinite(torch.tensor(tiny.logged(trainer, "loss"))))
+    assert tiny.changed(before, trainer.model)
 
 
 def test_the_critic_learns_and_says_so(make):
     trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-2}, max_steps=32, learning_rate=1e-5)
     trainer.train()
-    losses = logged(trainer, "critic/value_loss")
+    losses = tiny.logged(trainer, "critic/value_loss")
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
 
 
 def test_warming_up_trains_the_critic_alone(make):
     for steps, policy_moves in ((3, False), (4, True)):
         trainer = make(advantage_estimator="gae", critic_kwargs={"warmup_steps": 3}, max_steps=steps, weight_decay=0.1)
-        policy, critic = parameters(trainer.model), parameters(trainer.advantages.critic.model)
+        policy, critic = tiny.parameters(trainer.model), tiny.parameters(trainer.advantages.critic.model)
         trainer.train()
-        assert bool(changed(policy, trainer.model)) == policy_moves
-        assert changed(critic, trainer.advantages.critic.model)
+        assert bool(tiny.changed(policy, trainer.model)) == policy_moves
+        assert tiny.changed(critic, trainer.advantages.critic.model)
 
 
 @pytest.mark.parametrize("lora", [False, True])

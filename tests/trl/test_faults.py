@@ -3,23 +3,98 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.dying import in_new_process
-from tests.trl import fault_worker
+from tests.dying import dying, in_new_process
+from tests.trl import tiny
 from tests.trl.processes import launch
 from tests.trl.test_token_rewards import Odd
-from troll.trl import checkpoints
+from troll.trl import TrollTrainer, checkpoints
 from troll.trl.callback import BOUND_STATE, PENALTY_STATE
 from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
 from troll.trl.rollout_weights import WEIGHTS_STATE
+
+#: Three rollouts of two updates, and as many checkpoints; an ε and a critic that move with every update.
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "kl_bound": 0.01,
+    "kl_bound_schedule": "hold_kl",
+    "kl_bound_schedule_kwargs": {"target": 1.0, "rate": 0.1, "smoothing": 0.5},
+    "advantage_estimator": "gae",
+    "critic_kwargs": {"learning_rate": 1e-2},
+}
+
+
+class KeepState(TrainerCallback):
+    """Parameters, the critic's and ε before the first update and after each, by step."""
+
+    trainer: Any
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Any]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        accelerator, models = self.trainer.accelerator, {"policy": self.trainer.model_wrapped}
+        if self.trainer.advantages.critic is not None:
+            models["critic"] = self.trainer.advantages.critic.model
+        self.states[state.global_step] = {
+            f"{kind} {name}": value.clone()
+            for kind, model in models.items()
+            for name, value in accelerator.unwrap_model(model).state_dict().items()
+        } | {"bound": torch.tensor(self.trainer.callback.kl_bound.value)}
+
+
+def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | None, **settings: Any) -> dict[str, Any]:
+    """A run that dies at a place, or leaves its states by step and what was logged."""
+    torch.set_num_threads(1)
+    callbacks, context = dying(place)
+    keep, handler = KeepState(), mock.Mock(level=logging.NOTSET)
+    logger = logging.getLogger("troll.trl.checkpoints")
+    logger.addHandler(handler)
+    make = tiny.Maker(lambda _: model_path, output_dir)
+    keep.trainer = make(TrollTrainer, callbacks=callbacks, **{**SETTINGS, **settings})
+    keep.trainer.add_callback(keep)  # after the trainer's own, so that it sees what that restores and adapts
+    with context:
+        keep.trainer.train(resume_from_checkpoint=resume)
+    logger.removeHandler(handler)
+    return {"states": keep.states, "lines": [call.args[0].getMessage() for call in handler.handle.call_args_list]}
+
+
+def leave(result: Path, *arguments: Any) -> None:
+    """What `train` returns, in a file."""
+    torch.save(train(*arguments), result)
+
+
+def main() -> None:
+    """A run without a break and one in which the second process dies; or, without a place, that one resumed."""
+    model, folder, *place = sys.argv[1:]
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    settings = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+    if place:
+        whole = train(Path(model), Path(folder, "whole"), "", None, **settings)
+        torch.save(whole, Path(folder, f"whole-{rank}.pt"))
+        train(Path(model), Path(folder, "out"), place[0] if rank == 1 else "", None, **settings)
+    resumed = train(Path(model), Path(folder, "out"), "", True, **settings)
+    torch.save(resumed, Path(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
 
 KILLED = -9
 
@@ -27,7 +102,7 @@ KILLED = -9
 def run(model: Path, output_dir: Path, place: str = "", resume: bool | str | None = None) -> Any:
     """What a run in a process of its own left, or how it ended."""
     result = output_dir.parent / "result.pt"
-    code = in_new_process(fault_worker.run, model, output_dir, place, resume, result)
+    code = in_new_process(leave, result, model, output_dir, place, resume)
     return torch.load(result) if code == 0 else code
 
 
@@ -100,9 +175,9 @@ def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
     """The launcher ends all of them with an error, and the run goes on from what both had written."""
     arguments = [str(model_path("llama")), str(tmp_path)]
     with pytest.raises(AssertionError, match=r"exitcode +: -9"):
-        launch("tests.trl.fault_worker", "ddp", [*arguments, place], tmp_path)
+        launch("tests.trl.test_faults", "ddp", [*arguments, place], tmp_path)
     assert not (tmp_path / "0.pt").exists()
-    resumed = launch("tests.trl.fault_worker", "ddp", arguments, tmp_path)
+    resumed = launch("tests.trl.test_faults", "ddp", arguments, tmp_path)
     (line,) = resumed[0]["lines"]
     assert line.startswith("resuming from checkpoint-2 (step 2 of 6)")
     assert ("checkpoint-4 is incomplete" in line) == place.startswith("checkpoint")
@@ -150,14 +225,14 @@ def test_every_truncated_or_missing_file_is_noticed(damaged):
 
 def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
     (damaged / "checkpoint-6" / "scheduler.pt").unlink()
-    trainer = make(output_dir=str(damaged), **fault_worker.SETTINGS)
+    trainer = make(output_dir=str(damaged), **SETTINGS)
     says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4; if you "
     with pytest.raises(ValueError, match=says):
         trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
 
 
 def test_resuming_without_a_complete_checkpoint_is_refused(make, tmp_path):
-    trainer = make(output_dir=str(tmp_path / "out"), **fault_worker.SETTINGS)
+    trainer = make(output_dir=str(tmp_path / "out"), **SETTINGS)
     with pytest.raises(ValueError, match=r"there is no complete checkpoint in output_dir .+out to resume from$"):
         trainer.train(resume_from_checkpoint=True)
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
@@ -203,7 +278,7 @@ def test_the_marker_of_something_else_is_none(tmp_path, marker):
 
 
 def test_processes_that_see_other_checkpoints_do_not_resume(make, tmp_path, monkeypatch):
-    trainer = make(output_dir=str(tmp_path), **fault_worker.SETTINGS)
+    trainer = make(output_dir=str(tmp_path), **SETTINGS)
     monkeypatch.setattr(checkpoints, "gather_object", lambda found: [*found, "checkpoint-4"])
     with pytest.raises(ValueError, match=r"different newest checkpoints \(checkpoint-4, none\): name one with resume"):
         trainer.train(resume_from_checkpoint=True)
@@ -306,3 +381,7 @@ def test_checkpoint_is_complete_when_it_is_pushed_to_the_hub(make, tmp_path, mon
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "out" / "checkpoint-2"), None)]
+
+
+if __name__ == "__main__":
+    main()

@@ -45,13 +45,9 @@ def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_o
             weight.end_update(adapt=True)
             assert len(said) == (rollouts > 10)
     assert weight.value == limit
-    assert str(said[0].message).startswith(f"trust_region/kl_penalty_weight stays at {limit:g}, the limit ")
-
-
-def test_a_restored_weight_is_exactly_that_of_the_checkpoint():
-    weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
-    weight.load_state_dict({"weight": 1e9})  # that of a run with another initial weight
+    weight.load_state_dict({"weight": 1e9})  # that of a run with another initial weight, and so another limit
     assert weight.state_dict() == {"weight": 1e9}
+    assert str(said[0].message).startswith(f"trust_region/kl_penalty_weight stays at {limit:g}, the limit ")
 
 
 #: Two rollouts of two updates of two micro-batches.

@@ -11,21 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.trl import dense
+from tests.trl import dense, tiny
 from tests.trl.moved import Moved
-from tests.trl.tiny import (
-    ARCHITECTURES,
-    MEAN_ERROR,
-    assert_same_gradients,
-    assert_same_update,
-    follow,
-    loss_and_gradients,
-    move,
-    rollout,
-    same_policies,
-    same_updates,
-)
-from tests.trl.tiny import gradients as gradients_of
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.bounds import make_bound
@@ -70,7 +57,7 @@ CASES = [
 def compare_with_stock(make: Any, model: str, **settings: Any) -> None:
     """Every micro-batch of a rollout: loss, gradients and metrics equal GRPOTrainer's with an infinite clip."""
     ours, theirs = make(TrollTrainer, model, **settings), make.stock(model, **settings)
-    for _ in same_updates(ours, theirs, 0.1):
+    for _ in tiny.same_updates(ours, theirs, 0.1):
         metrics, stock_metrics = ours._metrics["train"], theirs._metrics["train"]
         assert {name for name in stock_metrics if not name.startswith("clip_ratio/")} == set(metrics)
         for name, values in metrics.items():
@@ -85,7 +72,7 @@ def test_an_unreachable_bound_is_an_infinite_clip(make, scenario, loss_type, lev
     compare_with_stock(make, "llama", kl_bound=1e9, loss_type=loss_type, importance_sampling_level=level, **settings)
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", tiny.ARCHITECTURES)
 def test_an_unreachable_bound_is_an_infinite_clip_for_every_architecture(make, model):
     compare_with_stock(make, model, kl_bound=math.inf, temperature=0.8, beta=0.05, router_aux_loss_coef=None)
 
@@ -93,20 +80,20 @@ def test_an_unreachable_bound_is_an_infinite_clip_for_every_architecture(make, m
 def test_vllm_weights_apply_to_the_policy_term_alone(make):
     """What a rollout of vLLM brings along, without vLLM: its log-probabilities, and the weights made of them."""
     ours, theirs = make(kl_bound=1e9, off_policy_mask_threshold=0.1), make.stock(off_policy_mask_threshold=0.1)
-    inputs = dict(rollout(ours)[0])
+    inputs = dict(tiny.rollout(ours)[0])
     noise = 0.3 * torch.randn(inputs["completion_mask"].shape, generator=torch.Generator().manual_seed(3))
     inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"] + noise
     inputs["importance_sampling_ratio"] = (-noise).exp()
-    move(ours.model, 0.1)
-    follow(theirs, ours)
+    tiny.move(ours.model, 0.1)
+    tiny.follow(theirs, ours)
     ours.use_vllm = theirs.use_vllm = True
-    assert_same_update(ours, theirs, inputs)
+    tiny.assert_same_update(ours, theirs, inputs)
 
     # The regression term is the same with and without the weights.
     ours.callback.kl_bound, losses = make_bound("fixed", 0.02), {}
     weight = ours.kl_controller
     for ours.use_vllm, weight.value in itertools.product((True, False), (0.0, 1.0)):
-        losses[ours.use_vllm, weight.value] = loss_and_gradients(ours, inputs)[0]
+        losses[ours.use_vllm, weight.value] = tiny.loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
     assert weighted == pytest.approx(plain, rel=1e-4)
     assert plain > 1e-3
@@ -115,10 +102,10 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 def test_the_off_policy_mask_sees_the_network_and_not_the_projection(make, tail):
     trainer = make(kl_bound=1e-4, tail=tail, support_top_k=8, off_policy_mask_threshold=0.1)
-    inputs = rollout(trainer)[0]
-    move(trainer.model, 0.1)
+    inputs = tiny.rollout(trainer)[0]
+    tiny.move(trainer.model, 0.1)
     with mock.patch.object(trainer, "get_off_policy_mask", wraps=trainer.get_off_policy_mask) as mask:
-        loss_and_gradients(trainer, inputs)
+        tiny.loss_and_gradients(trainer, inputs)
     mask.assert_called_once()
     arguments = mask.call_args.kwargs
     assert torch.equal(arguments["sampling_per_token_logps"], inputs["old_per_token_logps"])
@@ -134,7 +121,7 @@ def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **s
     moved = Moved(make, model, dense.with_tools if tools else dict, **settings)
     args, trainer = moved.args, moved.trainer
     # The condition of the projection; and how close to the bound the bracketing comes.
-    tolerance = 1e-3 if args.solver == "bracket" else MEAN_ERROR / math.sqrt(2 * args.kl_bound)
+    tolerance = 1e-3 if args.solver == "bracket" else tiny.MEAN_ERROR / math.sqrt(2 * args.kl_bound)
     everything: list[dense.Token] = []
     for inputs, old in moved.batches:
         rows = dense.tokens(moved.logits(inputs), old, inputs, args)
@@ -199,9 +186,9 @@ def test_the_regression_term_is_not_masked_as_the_policy_term(make):
         losses = []
         for weight in (0.0, 1.0):
             trainer = make(regression_weight=weight, **settings)
-            inputs = rollout(trainer)[0]
-            move(trainer.model, 0.1)
-            losses.append(loss_and_gradients(trainer, inputs)[0])
+            inputs = tiny.rollout(trainer)[0]
+            tiny.move(trainer.model, 0.1)
+            losses.append(tiny.loss_and_gradients(trainer, inputs)[0])
         return losses[1] - losses[0]
 
     expected = regression(plain)
@@ -218,18 +205,18 @@ def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, 
     beta = 0.3
     settings = {"loss_type": loss_type, "importance_sampling_level": level, "use_bias_correction_kl": bias_correction}
     trainer, without = (make(beta=each, kl_bound=0.02, **settings, **DENSE) for each in (beta, 0.0))
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     # The reference differs from the old policy, too.
     inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 0.3 * inputs["completion_mask"]
     with torch.no_grad():
         old = dense.completion_log_probs(make.model(), inputs)
-    move(trainer.model, 0.1)
-    follow(without, trainer)
+    tiny.move(trainer.model, 0.1)
+    tiny.follow(without, trainer)
     model = make.model()
     model.load_state_dict(trainer.model.state_dict())
 
-    loss, gradients = loss_and_gradients(trainer, inputs)
-    base_loss, base_gradients = loss_and_gradients(without, inputs)
+    loss, gradients = tiny.loss_and_gradients(trainer, inputs)
+    base_loss, base_gradients = tiny.loss_and_gradients(without, inputs)
     assert float(without.monitor.tally.totals["projected_fraction"][0]) > 0
     new, mask = dense.completion_log_probs(model, inputs), dense.scored_mask(inputs)
     gap = inputs["ref_per_token_logps"] - new
@@ -244,24 +231,24 @@ def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, 
 
     assert loss - base_loss == pytest.approx(expected.item(), rel=1e-5)
     difference = {name: gradients[name] - base_gradients[name] for name in gradients}
-    assert_same_gradients(difference, gradients_of(model), 2e-5)
+    tiny.assert_same_gradients(difference, tiny.gradients(model), 2e-5)
 
 
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 def test_the_loss_leaves_its_inputs_alone(make, tail):
     trainer = make(tail=tail, kl_bound=0.01, beta=0.1, support_top_k=8)
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     before = copy.deepcopy(inputs)
-    move(trainer.model, 0.1)
-    first = loss_and_gradients(trainer, inputs)
-    second = loss_and_gradients(trainer, inputs)
+    tiny.move(trainer.model, 0.1)
+    first = tiny.loss_and_gradients(trainer, inputs)
+    second = tiny.loss_and_gradients(trainer, inputs)
     policies, old_policies = inputs.pop(OLD_POLICY), before.pop(OLD_POLICY)
-    assert same_policies(policies, old_policies) == [True] * len(old_policies)
+    assert tiny.same_policies(policies, old_policies) == [True] * len(old_policies)
     torch.testing.assert_close(inputs, before, rtol=0, atol=0)
     tensors = [*inputs.values(), *(value for policy in policies for value in vars(policy).values())]
     assert not any(torch.is_tensor(value) and value.requires_grad for value in tensors)
     assert first[0] == second[0]
-    assert_same_gradients(second[1], first[1], 0)
+    tiny.assert_same_gradients(second[1], first[1], 0)
 
 
 @pytest.mark.parametrize("top_k", [2, 8])
@@ -269,10 +256,10 @@ def test_the_loss_leaves_its_inputs_alone(make, tail):
 def test_a_rollout_starts_at_ratio_one(make, monkeypatch, tail, top_k):
     """Up to rounding, however much of the mass is outside the support."""
     trainer = make(tail=tail, support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     terms: list[Any] = []
     monkeypatch.setattr(trainer, "_observe", lambda tokens, made, *_: terms.append(made))
-    loss, _ = loss_and_gradients(trainer, inputs)  # the weights have not moved
+    loss, _ = tiny.loss_and_gradients(trainer, inputs)  # the weights have not moved
     mask = dense.scored_mask(inputs)
     with torch.no_grad():
         total = dense.completion_logits(trainer.model, inputs, 1.0).logsumexp(-1)[mask]

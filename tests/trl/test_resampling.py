@@ -21,13 +21,7 @@ from troll.trl.old_policy import OLD_POLICY
 from troll.trl.resampling import draw, equal_groups
 
 #: Three groups, of which the middle one lies on both of two processes.
-SETTINGS: dict[str, Any] = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 6,
-    "steps_per_generation": 2,
-    "resampling_rounds": 4,
-    "kl_bound": 0.01,
-}
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6, "resampling_rounds": 4, "kl_bound": 0.01}
 
 
 def dataset(size: int = 16) -> Dataset:
@@ -54,7 +48,7 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
 
 
 NAN = math.nan
-GROUP = SETTINGS["num_generations"]
+GROUP = tiny.DEFAULTS["num_generations"]
 
 
 def make_one(make: tiny.Maker, **settings: Any) -> TrollTrainer:
@@ -189,19 +183,12 @@ def test_without_equal_rewards_nothing_changes(make):
         torch.manual_seed(0)
         trainer.train()
         assert tiny.logged(trainer, "resampling/rounds") == ([0.0, 0.0] if rounds else [])
-        untimed = [
-            {
-                name: value
-                for name, value in entry.items()
-                if not name.startswith(("resampling/", "step_time", "train_"))
-            }
-            for entry in trainer.state.log_history
-        ]
-        results.append((untimed, trainer.model.state_dict(), torch.get_rng_state()))
-    (log, weights, state), (our_log, our_weights, our_state) = results
+        left_out = ("resampling/", "step_time", "train_")
+        log = [{x: y for x, y in entry.items() if not x.startswith(left_out)} for entry in trainer.state.log_history]
+        results.append((log, trainer.model.state_dict(), torch.get_rng_state()))
+    (log, *state), (our_log, *our_state) = results
     assert our_log == log
-    assert all(torch.equal(our_weights[name], weight) for name, weight in weights.items())
-    assert torch.equal(our_state, state)
+    torch.testing.assert_close(our_state, state, rtol=0, atol=0)
 
 
 def test_rollouts_of_one_run_draw_different_prompts(make):
@@ -222,23 +209,17 @@ def test_vllm_generates_the_rounds(make, monkeypatch):
     trainer.train()
 
 
-@pytest.fixture(scope="module")
-def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
-    """What either process left."""
-    return left_by_two("ddp", "resampling")
-
-
-def test_two_processes_resume_exactly(two_processes):
+def test_two_processes_resume_exactly(left_by_two):
     """With rollouts of older weights too."""
-    for result in two_processes:
+    for result in left_by_two("ddp", "resampling"):
         log = resumed_exactly(result["interrupted"])
         assert max(entry.get("resampling/rounds", 0) for entry in log) > 0
         assert max(entry.get("sampling/rollouts_behind", 0) for entry in log) == 1
 
 
-def test_two_processes_share_groups(two_processes):
+def test_two_processes_share_groups(left_by_two):
     """A group that lies on both processes is replaced as a whole, and both draw the same prompts."""
-    ours = two_processes
+    ours = left_by_two("ddp", "resampling")
     rewards = torch.cat([rewards_of(result["rollout"]) for result in ours]).view(-1, GROUP)
     prompts = [prompt for result in ours for prompt in texts(result["rollout"], "prompt")]
     assert [len(set(prompts[start : start + GROUP])) for start in range(0, 3 * GROUP, GROUP)] == [1, 1, 1]

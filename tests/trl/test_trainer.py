@@ -23,15 +23,6 @@ from tests.trl import dense, tiny
 from tests.trl.distributed_worker import SameRollouts
 from tests.trl.resuming import SETTINGS as RESUMED
 from tests.trl.resuming import interrupted, resumed_exactly
-from tests.trl.tiny import (
-    changed,
-    logged,
-    loss_and_gradients,
-    make_dataset,
-    no_warnings_about,
-    parameters,
-    rollout,
-)
 from troll.trl import TrollConfig, TrollTrainer, monitor, old_policy, seam
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
@@ -81,9 +72,9 @@ def same_metrics(actual: list[dict[str, Any]], expected: list[dict[str, Any]], t
 
 def test_training_moves_all_weights_and_logs_finite_metrics(make):
     trainer = make(kl_bound=0.02)
-    before = parameters(trainer.model)
+    before = tiny.parameters(trainer.model)
     trainer.train()
-    assert changed(before, trainer.model) == set(before)
+    assert tiny.changed(before, trainer.model) == set(before)
     assert len(steps(trainer)) == trainer.state.global_step == 4
     for entry in steps(trainer):
         assert entry.keys() >= METRICS | {"entropy"}
@@ -96,8 +87,11 @@ def test_a_tight_bound_projects(make):
     bound = 1e-3
     trainer = make(kl_bound=bound, steps_per_generation=4, max_steps=8)
     trainer.train()
-    before, after = logged(trainer, "trust_region/kl_before_mean"), logged(trainer, "trust_region/kl_after_max")
-    projected = logged(trainer, "trust_region/projected_fraction")
+    before, after = (
+        tiny.logged(trainer, "trust_region/kl_before_mean"),
+        tiny.logged(trainer, "trust_region/kl_after_max"),
+    )
+    projected = tiny.logged(trainer, "trust_region/projected_fraction")
     for step in range(8):
         if step % 4 == 0:
             assert before[step] < within(1e-6)
@@ -106,8 +100,8 @@ def test_a_tight_bound_projects(make):
             assert before[step] > bound
             assert projected[step] > 0.5
             assert bound * (1 - within(1e-3)) <= after[step] <= bound * (1 + within(1e-3))
-            assert logged(trainer, "trust_region/multiplier")[step] > 0
-            assert logged(trainer, "trust_region/regression")[step] > 0
+            assert tiny.logged(trainer, "trust_region/multiplier")[step] > 0
+            assert tiny.logged(trainer, "trust_region/regression")[step] > 0
 
 
 @pytest.mark.parametrize(
@@ -126,10 +120,10 @@ def test_every_order_of_passes_and_precision_trains(make, weights, settings):
     """What single settings make of a loss: test_loss."""
     trainer = make(model=make.model().to(weights), kl_bound=0.01, **{"max_steps": 6, **settings})
     trainer.train()
-    assert all(math.isfinite(value) for value in logged(trainer, "loss"))
-    first, *later = logged(trainer, "trust_region/kl_before_max")
+    assert all(math.isfinite(value) for value in tiny.logged(trainer, "loss"))
+    first, *later = tiny.logged(trainer, "trust_region/kl_before_max")
     assert first < within(1e-6) and max(later) > 0.01
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
+    assert max(tiny.logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
 
 
 def test_gradient_checkpointing_changes_nothing(make):
@@ -147,13 +141,14 @@ def test_gradient_checkpointing_changes_nothing(make):
 def test_statistics_cover_the_logging_window(make):
     """Every token since the last entry counts once, over micro-batches and steps."""
     settings = {"kl_bound": 0.01, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-    each, window = make(**settings), make(**settings, logging_steps=4)
+    each = make(**settings)
     each.train()
+    window = make(**settings, logging_steps=4)
     window.train()
     (entry,) = [entry for entry in window.state.log_history if entry.keys() >= METRICS]
     for name in ("trust_region/kl_before_max", "trust_region/kl_after_max"):
-        assert entry[name] == pytest.approx(max(logged(each, name)))
-    means = logged(each, "trust_region/kl_before_mean")
+        assert entry[name] == pytest.approx(max(tiny.logged(each, name)))
+    means = tiny.logged(each, "trust_region/kl_before_mean")
     assert min(means) < entry["trust_region/kl_before_mean"] < max(means)
 
 
@@ -173,7 +168,7 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
     ours.train()
     theirs = make.stock(beta=0.1, **settings)
     theirs.train()
-    assert not changed(parameters(theirs.model), ours.model)
+    assert not tiny.changed(tiny.parameters(theirs.model), ours.model)
     for entry in theirs.state.log_history:
         for name in [name for name in entry if name.startswith("clip_ratio/")]:
             del entry[name]
@@ -191,7 +186,7 @@ def test_the_old_policy_stays_with_its_tokens(make, tail, iterations, temperatur
     order = {"per_device_train_batch_size": 2, "steps_per_generation": 6, "num_iterations": iterations}
     trainer = make(tail=tail, support_top_k=5, temperature=temperature, **order)
     reference = make.model()
-    buffered = rollout(trainer)
+    buffered = tiny.rollout(trainer)
     assert len(buffered) == 6
     lengths = [int(inputs["completion_mask"].sum()) for inputs in buffered]
     assert len(set(lengths)) > 1, "all completions are equally long: the test shows nothing"
@@ -224,15 +219,15 @@ def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeyp
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
     with pytest.raises(RuntimeError, match="did not score the old policy"):
-        rollout(trainer)
+        tiny.rollout(trainer)
 
 
 def test_a_trainer_that_no_longer_scores_the_new_policy_is_noticed(make, monkeypatch):
     trainer = make()
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: torch.zeros(()))
     with pytest.raises(RuntimeError, match="did not score the new policy"):
-        loss_and_gradients(trainer, inputs)
+        tiny.loss_and_gradients(trainer, inputs)
 
 
 # PEFT, dropout, precision
@@ -246,10 +241,10 @@ def lora(dropout: float = 0.0) -> LoraConfig:
 
 def test_lora_trains_only_the_adapter(make):
     trainer = make(kl_bound=1e-4, peft_config=lora(), beta=0.1, learning_rate=0.05, max_steps=6)
-    before = parameters(trainer.model)
+    before = tiny.parameters(trainer.model)
     trainer.train()
-    assert changed(before, trainer.model) == {name for name in before if "lora_" in name}
-    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+    assert tiny.changed(before, trainer.model) == {name for name in before if "lora_" in name}
+    assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
 
 
 def test_an_adapter_that_transformers_has_injected_trains(make, monkeypatch):
@@ -260,7 +255,7 @@ def test_an_adapter_that_transformers_has_injected_trains(make, monkeypatch):
     model.add_adapter(lora())
     trainer = make(model=model, kl_bound=1e-4, learning_rate=0.05, max_steps=4)
     trainer.train()
-    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+    assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
 
 
 def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
@@ -270,7 +265,7 @@ def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     mask, models = dense.scored_mask(inputs), (trainer.model, make.model())
     with torch.no_grad():
         adapted, plain = (dense.completion_log_probs(model, inputs)[mask].float() for model in models)
@@ -287,7 +282,7 @@ def test_lora_dropout_is_silenced_with_a_warning(make, wrapped):
         trainer = make(kl_bound=1e-4, **given)
     trainer.train()
     # The first update of a rollout sees the policy that scored it.
-    assert logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
+    assert tiny.logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
 
 
 @pytest.mark.parametrize("disabled", [True, False])
@@ -295,16 +290,16 @@ def test_dropout_is_disabled_unless_it_is_wanted(make, disabled):
     """Which rates of a model that finds: test_checks."""
     model = tiny.make_model("llama", attention_dropout=0.5)
     warned = pytest.warns(UserWarning, match="the model has dropout and disable_dropout=False")
-    with no_warnings_about("dropout") if disabled else warned:
+    with tiny.no_warnings_about("dropout") if disabled else warned:
         trainer = make(TrollTrainer, model, disable_dropout=disabled)
     trainer.train()
-    before = logged(trainer, "trust_region/kl_before_max")[0]
+    before = tiny.logged(trainer, "trust_region/kl_before_max")[0]
     assert before < within(1e-5) if disabled else before > 1e-3
 
 
 def test_a_model_without_dropout_is_not_warned_about(make):
     model = tiny.make_model("bloom", attention_dropout=0.0, hidden_dropout=0.0, n_head=2, n_layer=2)
-    with no_warnings_about("dropout"):
+    with tiny.no_warnings_about("dropout"):
         make(TrollTrainer, model, disable_dropout=False)
 
 
@@ -314,7 +309,7 @@ def test_bf16_logits_are_not_rounded_on_the_support(make, architecture, temperat
     """Products of bf16 operands are float32, caps and temperature too; rounding moves log-probabilities by 0.02."""
     model = make.model(architecture) if autocast else make.model(architecture).to(torch.bfloat16)
     trainer = make(TrollTrainer, model, temperature=temperature, bf16=autocast)
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     input_ids, attention_mask = seam.sequences(inputs)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -334,7 +329,7 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
     """`cast_lm_head_to_fp32`: the log-probabilities are those of TRL's fused head, which honours it."""
     model = make.model(architecture).to(torch.float32 if bf16 else torch.bfloat16)
     trainer = make(model=model, kl_bound=0.01, cast_lm_head_to_fp32=True, bf16=bf16)
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     with torch.no_grad():
         fused = seam.score(trainer, trainer.model, inputs).log_probs
     mask = dense.scored_mask(inputs)
@@ -463,7 +458,7 @@ def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer_module, "TrollConfig", OnCpu)
     parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
-    with no_warnings_about("on-policy"):
+    with tiny.no_warnings_about("on-policy"):
         trainer = TrollTrainer(str(make.model_path("llama")), tiny.reward, **parts)
     assert isinstance(trainer.args, TrollConfig)
     assert (trainer.args.output_dir, trainer.args.kl_bound) == ("llama-TROLL", 0.05)
@@ -485,7 +480,7 @@ def test_arguments_are_accepted_by_position_as_by_grpo(make):
         {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2},
         {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
         {"peft_config": lora(), "kl_bound": 1e-3, "learning_rate": 0.05},
-        {"train_dataset": make_dataset(4), "per_device_train_batch_size": 8},
+        {"train_dataset": tiny.make_dataset(4), "per_device_train_batch_size": 8},
     ],
     ids=["accumulation", "entropy", "lora", "after an epoch"],
 )
@@ -525,7 +520,7 @@ def test_a_resumed_run_does_not_judge_its_first_entry_as_many_steps(make, tmp_pa
     settings = {"kl_bound": 1e-6, "max_steps": 6, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
     make(**settings).train()
     resumed = make(**settings)
-    with no_warnings_about("of the tokens were projected"):
+    with tiny.no_warnings_about("of the tokens were projected"):
         resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-4"))
 
 
@@ -546,9 +541,9 @@ def test_a_log_that_a_users_callback_asks_for_has_everything(make):
 
 
 def test_what_an_interrupted_update_leaves_behind_is_cleared(make):
-    trainer = make(eval_dataset=make_dataset(4), max_steps=2)
-    expected = make(eval_dataset=make_dataset(4)).evaluate().keys()
-    inputs = rollout(trainer)[0]
+    trainer = make(eval_dataset=tiny.make_dataset(4), max_steps=2)
+    expected = make(eval_dataset=tiny.make_dataset(4)).evaluate().keys()
+    inputs = tiny.rollout(trainer)[0]
     interrupt = mock.patch("trl.GRPOTrainer._compute_loss", side_effect=KeyboardInterrupt)
     with interrupt, pytest.raises(KeyboardInterrupt):
         trainer._compute_loss(trainer.model, inputs)
@@ -560,8 +555,8 @@ def test_prompt_learning_adds_tokens_in_front(make):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make(peft_config=config, kl_bound=1e-3, learning_rate=0.5, steps_per_generation=4, max_steps=4)
     trainer.train()
-    assert logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
-    assert logged(trainer, "trust_region/kl_before_max")[-1] > 1e-3
+    assert tiny.logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
+    assert tiny.logged(trainer, "trust_region/kl_before_max")[-1] > 1e-3
 
 
 @pytest.mark.parametrize("settings", [{}, {"tail": "floor"}, {"entropy_coef": 0.1}, {"beta": 0.1}], ids=str)
@@ -591,5 +586,5 @@ def test_training_makes_no_tensor_of_tokens_by_vocabulary(make, monkeypatch, set
     trainer = make(SameRollouts, model, kl_bound=0.01, max_steps=2, support_top_k=8, **settings)
     with Watch():
         trainer.train()
-    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+    assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
     assert 0 < largest <= 4 * vocab_size  # the first reading compares a token of each of four rows; there are more

@@ -14,18 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.tolerance import within
-from tests.trl import dense
+from tests.trl import dense, tiny
 from tests.trl.engine import Engine, RolloutFunc, train_around_both
 from tests.trl.moved import Moved
-from tests.trl.tiny import (
-    LOG_PROB_ERROR,
-    assert_same_gradients,
-    gradients,
-    logged,
-    loss_and_gradients,
-    rolled_out,
-    rollout,
-)
 from tests.trust_region import reference
 from troll.trl import TrollConfig
 from troll.trl.trainer import OLD_POLICY
@@ -77,7 +68,7 @@ def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
             [on_kept_tokens(new[b, t], old[b, t], kept[b][t], token, everything) for t, token in row]
             for b, row in enumerate(dense.scored(inputs))
         ]
-        moved.assert_loss(inputs, dense.loss(rows, inputs, everything), LOG_PROB_ERROR)
+        moved.assert_loss(inputs, dense.loss(rows, inputs, everything), tiny.LOG_PROB_ERROR)
         projected += sum(one.multiplier > 0 for row in rows for one in row)
     assert projected > 0
     assert float(moved.trainer.monitor.tally.totals["projected_fraction"][0]) == projected
@@ -93,7 +84,7 @@ def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
         for new_row, old_row, advantage in zip(*policies, inputs["advantages"].double(), strict=True):
             ratio = (torch.stack(new_row) - torch.stack(old_row)).exp()
             values.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-        moved.assert_loss(inputs, torch.cat(values).mean(), LOG_PROB_ERROR)
+        moved.assert_loss(inputs, torch.cat(values).mean(), tiny.LOG_PROB_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +92,18 @@ def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
 )
 def test_equal_policies_have_ratio_one_with_every_kind_of_surrogate(make, surrogate):
     trainer = make(surrogate=surrogate, truncated_ratio=True, top_p=0.8)
-    inputs = rollout(trainer)[0]
+    inputs = tiny.rollout(trainer)[0]
     terms = trainer.surrogate.terms and mock.Mock(wraps=trainer.surrogate.terms)
     trainer.surrogate = replace(trainer.surrogate, terms=terms)
-    loss_and_gradients(trainer, inputs)
+    tiny.loss_and_gradients(trainer, inputs)
     if terms is not None:
         (tokens, *_), _ = terms.call_args
-        assert float(tokens.log_ratio.detach().abs().max()) <= within(LOG_PROB_ERROR)
+        assert float(tokens.log_ratio.detach().abs().max()) <= within(tiny.LOG_PROB_ERROR)
     assert float(trainer.monitor.tally.maxima["kl_before_max"]) <= within(1e-6)
     old = make.model()
     raw = dense.completion_log_probs(old, inputs)[dense.scored_mask(inputs)]
     kept = inputs["old_per_token_logps"][dense.scored_mask(inputs)]
-    assert bool((kept >= raw - within(LOG_PROB_ERROR)).all()) and float((kept - raw).mean()) > 0.05
+    assert bool((kept >= raw - within(tiny.LOG_PROB_ERROR)).all()) and float((kept - raw).mean()) > 0.05
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip", "cispo"])
@@ -120,9 +111,9 @@ def test_reference_kl_is_of_the_whole_policies(make, surrogate):
     settings = {"surrogate": surrogate, "truncated_ratio": True, "use_bias_correction_kl": False, "top_p": 0.8}
     moved = Moved(make, beta=0.5, **settings)
     inputs, _ = moved.batches[0]
-    loss, found = loss_and_gradients(moved.trainer, inputs)
+    loss, found = tiny.loss_and_gradients(moved.trainer, inputs)
     moved.trainer.beta = 0.0
-    plain, plain_found = loss_and_gradients(moved.trainer, inputs)
+    plain, plain_found = tiny.loss_and_gradients(moved.trainer, inputs)
     log_ratio = inputs["ref_per_token_logps"].double() - dense.completion_log_probs(moved.model, inputs)
     kl = 0.5 * (log_ratio.exp() - log_ratio - 1)
     rows = [list(row[mask]) for row, mask in zip(kl, dense.scored_mask(inputs), strict=True)]
@@ -130,7 +121,7 @@ def test_reference_kl_is_of_the_whole_policies(make, surrogate):
     expected.backward()
     assert loss - plain == pytest.approx(expected.item(), rel=1e-4, abs=2e-6)
     differences = {name: found[name] - plain_found[name] for name in found}
-    assert_same_gradients(differences, gradients(moved.model), tolerance=10 * LOG_PROB_ERROR)
+    tiny.assert_same_gradients(differences, tiny.gradients(moved.model), tolerance=10 * tiny.LOG_PROB_ERROR)
 
 
 def test_penalty_is_the_pull_without_a_bound(make):
@@ -138,10 +129,10 @@ def test_penalty_is_the_pull_without_a_bound(make):
     found = []
     for settings in ({"surrogate": "kl_penalty"}, {"pull": "proximal", "kl_bound": math.inf}):
         moved = Moved(make, top_p=0.8, **settings)
-        found.append(loss_and_gradients(moved.trainer, moved.batches[0][0]))
+        found.append(tiny.loss_and_gradients(moved.trainer, moved.batches[0][0]))
     (loss, one), (other_loss, other) = found
     assert loss == pytest.approx(other_loss, rel=1e-6)
-    assert_same_gradients(one, other)
+    tiny.assert_same_gradients(one, other)
 
 
 def test_off_policy_mask_compares_the_truncated_policies(make):
@@ -149,24 +140,24 @@ def test_off_policy_mask_compares_the_truncated_policies(make):
     inputs, old = moved.batches[0]
     kept = kept_tokens(old, moved.args)
     with mock.patch.object(moved.trainer, "get_off_policy_mask", wraps=moved.trainer.get_off_policy_mask) as mask:
-        loss_and_gradients(moved.trainer, inputs)
+        tiny.loss_and_gradients(moved.trainer, inputs)
     seen = mask.call_args.kwargs
     found = (seen["sampling_per_token_logps"] - seen["per_token_logps"])[dense.scored_mask(inputs)]
     with torch.no_grad():
         new = moved.logits(inputs)
     of_tokens = [chain.from_iterable(restricted_log_probs(logits, kept, inputs)) for logits in (old, new)]
     expected = torch.stack([*of_tokens[0]]) - torch.stack([*of_tokens[1]])
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within(LOG_PROB_ERROR))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within(tiny.LOG_PROB_ERROR))
 
 
 def test_training_logs_the_kept_mass_and_no_added_tokens(make):
     trainer = make(top_p=0.8, max_steps=4)
     trainer.train()
-    masses = logged(trainer, "trust_region/kept_mass")
+    masses = tiny.logged(trainer, "trust_region/kept_mass")
     assert len(masses) == 4 and all(0.5 < mass < 1 for mass in masses)
-    assert all(0 < mass < 0.2 for mass in logged(trainer, "trust_region/tail_mass"))  # what the sampler cut
+    assert all(0 < mass < 0.2 for mass in tiny.logged(trainer, "trust_region/tail_mass"))  # what the sampler cut
     # Sampling in batches may round a token over the edge of the kept set; not several.
-    assert max(logged(trainer, "sampling/added_fraction")) <= 0.05
+    assert max(tiny.logged(trainer, "sampling/added_fraction")) <= 0.05
     assert "trust_region/kept_mass" not in make(max_steps=1).train().metrics
 
 
@@ -194,4 +185,4 @@ def test_engine_that_keeps_more_than_it_reports_is_refused(make):
 
 def test_clip_takes_the_whole_policies_ratio_by_default(make):
     ours = make(surrogate="clip", top_p=0.8)
-    assert OLD_POLICY not in rolled_out(ours) and not ours.args.reads_policies
+    assert OLD_POLICY not in tiny.rolled_out(ours) and not ours.args.reads_policies

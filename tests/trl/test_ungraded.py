@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from troll.trl.old_policy import OLD_POLICY, _entropies
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 
 #: Three groups, of which the middle one lies on both of two processes.
-SETTINGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 6, "steps_per_generation": 2}
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6}
 
 
 def stuck(text: str) -> bool:
@@ -88,7 +88,7 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
 pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
 
 NAN = math.nan
-GROUP = SETTINGS["num_generations"]
+GROUP = tiny.DEFAULTS["num_generations"]
 
 
 class Never(Grader):
@@ -120,15 +120,13 @@ def make_one(make: tiny.Maker, **settings: Any) -> Any:
 
 def part(rollout: dict[str, Any], chosen: torch.Tensor) -> dict[str, Any]:
     """Some rows of a rollout."""
-    places = chosen.nonzero().flatten().tolist()
-    return {
-        name: value
-        if torch.is_tensor(value) and value.dim() == 0
-        else value[places]
-        if torch.is_tensor(value)
-        else [value[i] for i in places]
-        for name, value in rollout.items()
-    }
+
+    def of(value: Any) -> Any:
+        if torch.is_tensor(value):
+            return value[chosen] if value.ndim else value
+        return list(compress(value, chosen))
+
+    return {name: of(value) for name, value in rollout.items()}
 
 
 def expected_advantages(completions: list[str]) -> torch.Tensor:
@@ -250,14 +248,11 @@ def test_an_update_of_nothing_judged_leaves_weights_and_momentum_as_they_are(mak
             weights.append(state())
 
     def state() -> dict[str, torch.Tensor]:
-        critic = {} if trainer.advantages.critic is None else trainer.advantages.critic.model.state_dict()
-        momenta = {
-            f"{name} {place}": value
-            for place, entry in enumerate(trainer.optimizer.state_dict()["state"].values())
-            for name, value in entry.items()
-        }
-        found = {**trainer.model.state_dict(), **{f"critic {name}": value for name, value in critic.items()}, **momenta}
-        return {name: value.clone() for name, value in found.items()}
+        critic = trainer.advantages.critic
+        parts: dict[Any, Any] = {"policy": trainer.model.state_dict()}
+        parts |= {"critic": critic.model.state_dict()} if critic else {}
+        parts |= trainer.optimizer.state_dict()["state"]
+        return {f"{part} {name}": value.clone() for part, entry in parts.items() for name, value in entry.items()}
 
     steps = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
     trainer = make(reward_funcs=[InTurn(*judged)], callbacks=[Keep()], **steps, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -145,6 +146,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+#: Of a trainer, without its configuration and its model.
+ARGUMENTS = inspect.signature(GRPOTrainer).parameters.keys() - {"args", "model"}
+
+
 @dataclass
 class Maker:
     """Builds trainers of one test."""
@@ -160,31 +165,19 @@ class Maker:
         self,
         trainer_class: type[GRPOTrainer] = TrollTrainer,
         model: str | PreTrainedModel = "llama",
-        *,
-        train_dataset: Dataset | None = None,
-        callbacks: list[Any] | None = None,
-        peft_config: Any = None,
-        eval_dataset: Dataset | None = None,
-        reward_funcs: Any = reward,
-        rollout_func: Any = None,
-        processing_class: Any = None,
-        **settings: Any,
+        **given: Any,
     ) -> Any:
-        """A trainer of the given class; settings of a `TrollConfig` that a `GRPOConfig` lacks are left out for it."""
+        """A trainer of the given class, from its arguments and settings.
+
+        Settings of a `TrollConfig` that a `GRPOConfig` lacks are left out for it.
+        """
         config_class: Any = TrollConfig if issubclass(trainer_class, TrollTrainer) else GRPOConfig
-        settings = {"disable_dropout": True, "output_dir": str(self.output_dir), **DEFAULTS, **settings}
+        settings = {"disable_dropout": True, "output_dir": str(self.output_dir), **DEFAULTS, **given}
         known = config_class.__dataclass_fields__
-        return trainer_class(
-            model=self.model(model) if isinstance(model, str) else model,
-            reward_funcs=reward_funcs,
-            args=config_class(**{name: value for name, value in settings.items() if name in known}),
-            train_dataset=train_dataset or make_dataset(),
-            eval_dataset=eval_dataset,
-            processing_class=processing_class or make_tokenizer(),
-            callbacks=callbacks,
-            peft_config=peft_config,
-            rollout_func=rollout_func,
-        )
+        args = config_class(**{name: value for name, value in settings.items() if name in known})
+        parts = {"reward_funcs": reward, "train_dataset": make_dataset(), "processing_class": make_tokenizer()}
+        parts |= {name: given[name] for name in ARGUMENTS & given.keys() if given[name] is not None}
+        return trainer_class(self.model(model) if isinstance(model, str) else model, args=args, **parts)
 
     def stock(self, model: str | PreTrainedModel = "llama", **settings: Any) -> GRPOTrainer:
         """A `GRPOTrainer` with an infinite clip."""

@@ -10,7 +10,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,36 +45,28 @@ def run_module(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-@dataclass
-class Run:
+def save(folder: Path, **changes: Any) -> Path:
+    """A model and its tokenizer."""
+    tiny.make_model("llama", **SHAPE, **changes).save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Runs jobs of `tests.vllm.worker`, each in a process of its own."""
 
-    folder: Path
-
-    def __call__(
-        self,
-        *,
-        tied: bool = False,
-        lora: bool = False,
-        scale: float = 0.5,
-        more_tokens: int = 0,
-        engine: dict[str, Any] | None = None,
-        **settings: Any,
+    def of_job(
+        dtype: str = "float32", *, tied: bool = False, lora: bool = False, more_tokens: int = 0, **settings: Any
     ) -> dict[str, Any]:
-        model = self.folder / "model"
-        tiny.make_model("llama", **SHAPE, tie_word_embeddings=tied).save_pretrained(model)
-        tiny.make_tokenizer().save_pretrained(model)
-        job = {"model": str(model), "lora": lora, "scale": scale, "more_tokens": more_tokens}
-        job |= {"engine": engine or {}, "settings": settings}
-        job_path, result_path = self.folder / "job.json", self.folder / "result.json"
+        model = save(tmp_path / "model", tie_word_embeddings=tied)
+        job = {"model": str(model), "dtype": dtype, "lora": lora, "more_tokens": more_tokens, "settings": settings}
+        job_path, result_path = tmp_path / "job.json", tmp_path / "result.json"
         job_path.write_text(json.dumps(job))
         run_module("tests.vllm.worker", str(job_path), str(result_path))
         return json.loads(result_path.read_text())
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+    return of_job
 
 
 def values(result: dict[str, Any], name: str) -> list[float]:
@@ -82,11 +74,9 @@ def values(result: dict[str, Any], name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "error"), [("float32", FLOAT32_ERROR), ("bfloat16", BF16_ERROR)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize(("dtype", "error"), [("float32", FLOAT32_ERROR), ("bfloat16", BF16_ERROR)])
 def test_engine_samples_from_the_weights_of_the_last_hand_over(run, dtype, error, tied):
-    result = run(tied=tied, engine={"dtype": dtype}, anchor="rollout", support_top_k=24)
+    result = run(dtype, tied=tied, anchor="rollout", support_top_k=24)
     assert result["dtype"] == f"torch.{dtype}"
     assert result["after"] <= within(error)
     # The weights moved far, so that an engine that goes on with others is seen.
@@ -106,7 +96,7 @@ def test_engine_samples_from_the_weights_of_the_last_hand_over(run, dtype, error
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.8}, {"top_k": 5}], ids=["whole", "top_p", "top_k"])
 def test_first_update_sees_the_sampler_in_the_old_policy(run, anchor, truncation):
     """By either anchor, and on the kept set: the ratio to what sampled is 1 up to rounding."""
-    result = run(engine={"dtype": "float32"}, anchor=anchor, support_top_k=48, num_generations=4, **truncation)
+    result = run(anchor=anchor, support_top_k=48, **truncation)
     assert result["after"] <= within(FLOAT32_ERROR)
     largest = max(within(FLOAT32_ERROR**2 / 2), 1e-6)
     assert max(values(result, "trust_region/kl_before_mean")[::2]) <= largest
@@ -119,14 +109,14 @@ def test_first_update_sees_the_sampler_in_the_old_policy(run, anchor, truncation
 
 
 def test_adapters_reach_the_engine(run):
-    result = run(lora=True, engine={"dtype": "float32"}, anchor="rollout", support_top_k=24)
+    result = run(lora=True, anchor="rollout", support_top_k=24)
     assert result["after"] <= within(FLOAT32_ERROR)
     assert min(result["before"], result["start"]) > 2 * FLOAT32_ERROR
 
 
 def test_another_vocabulary_is_refused_before_training(run):
     with pytest.raises(AssertionError, match=r"vLLM has read a model of 48 tokens from .*, and the trained one has 64"):
-        run(more_tokens=16, engine={"dtype": "float32"})
+        run(more_tokens=16)
 
 
 def generations(folder: Path, model: Path, backend: str) -> list[dict[str, Any]]:
@@ -140,9 +130,7 @@ def generations(folder: Path, model: Path, backend: str) -> list[dict[str, Any]]
 @pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
 def test_engine_gives_the_completions_of_transformers(tmp_path, adapter):
     """`troll eval`, greedy, in float32, where the likeliest tokens of a random model are far apart."""
-    model = tmp_path / "model"
-    tiny.make_model("llama", **SHAPE, max_position_embeddings=256).save_pretrained(model)
-    tiny.make_tokenizer().save_pretrained(model)
+    model = save(tmp_path / "model", max_position_embeddings=256)
     if adapter:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         config = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")

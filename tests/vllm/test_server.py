@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
 from tests.trl import tiny
 from tests.trl.test_resampling import SETTINGS, dataset, reward
 from tests.trl.tiny import logged
-from tests.vllm.test_engine import FLOAT32_ERROR, SHAPE
+from tests.vllm.test_engine import FLOAT32_ERROR, save
 
 if find_spec("vllm") is not None:
     from tests.vllm.server import FileClient, Server, serving
@@ -32,12 +30,6 @@ pytestmark = [
 
 #: Log-probabilities a token that the server gives at most: half of the vocabulary, and more than vLLM's own cap.
 CAP = 24
-
-
-def save(folder: Path, **changes: Any) -> Path:
-    tiny.make_model("llama", **SHAPE, **changes).save_pretrained(folder)
-    tiny.make_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def serve(folder: Path) -> Any:
@@ -66,10 +58,9 @@ def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Make
         if by_file:
             monkeypatch.setattr("trl.generation.vllm_generation.VLLMClient", FileClient)
             monkeypatch.setattr(FileClient, "folder", tmp_path, raising=False)
-        network = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32)
-        maker = tiny.Maker(lambda _: own, tmp_path)
+        make = tiny.Maker(lambda _: own, tmp_path)
         options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        return maker(model=network, **options | {"anchor": "rollout", "support_top_k": CAP} | settings)
+        return make(**options | {"anchor": "rollout", "support_top_k": CAP} | settings)
 
     return build
 

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from tests.trl import tiny
-from troll.trl import TrollConfig, TrollTrainer
 
 PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
 
@@ -51,27 +50,19 @@ def largest_difference(model: Any, completions: list[list[int]], entries: list[l
 
 
 def main(job: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    if job["engine"]:
-        trl.generation.vllm_generation.LLM = partial(LLM, **job["engine"])
+    trl.generation.vllm_generation.LLM = partial(LLM, dtype=job["dtype"])
     folder = job["model"]
-    settings = {**tiny.DEFAULTS, "output_dir": output_dir, "use_vllm": True, "vllm_mode": "colocate"}
-    settings |= {"vllm_max_model_length": 32, "vllm_gpu_memory_utilization": 0.1} | job["settings"]
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 32}
+    settings |= {"vllm_gpu_memory_utilization": 0.1} | job["settings"]
     peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if job["lora"] else None
-    own = {name: value for name, value in settings.items() if name in TrollConfig.__dataclass_fields__}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if job["more_tokens"]:  # than vLLM reads from the folder
         model.resize_token_embeddings(model.config.vocab_size + job["more_tokens"])
-    trainer = TrollTrainer(
-        model=model,
-        reward_funcs=tiny.reward,
-        args=TrollConfig(**own),
-        train_dataset=tiny.make_dataset(),
-        processing_class=tiny.make_tokenizer(),
-        peft_config=peft,
-    )
+    make = tiny.Maker(lambda _: Path(folder), Path(output_dir))
+    trainer = make(model=model, peft_config=peft, **settings)
     dtype = trainer.vllm_generation.llm.llm_engine.model_config.dtype
     trainer.train()
-    tiny.move(trainer.model, job["scale"])
+    tiny.move(trainer.model, 0.5)
     generation = trainer.vllm_generation
     before = top_log_probs(trainer, 8)
     generation.sync_weights()

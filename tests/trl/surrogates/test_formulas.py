@@ -10,15 +10,7 @@ import torch
 
 from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.surrogates import SURROGATES, NoSettings
-from troll.trl.surrogates.formulas import (
-    DRPOSettings,
-    KLPenaltySettings,
-    drpo,
-    kl_penalty,
-    regression,
-    troll,
-)
+from troll.trl.surrogates import SURROGATES, NoSettings, formulas
 from troll.trust_region.probabilities import LOG_FLOOR
 
 DIRECTIONS = ("old_new", "new_old")
@@ -29,11 +21,14 @@ ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_kl_penalty_is_the_divergence_on_the_outcomes_that_are_kept(direction, top_k, tail):
     new, old, sampled = pair()
-    args, own = settings(tail=tail, support_top_k=top_k, mass_threshold=0.0), KLPenaltySettings(direction=direction)
+    args, own = (
+        settings(tail=tail, support_top_k=top_k, mass_threshold=0.0),
+        formulas.KLPenaltySettings(direction=direction),
+    )
 
     def terms(logits: torch.Tensor) -> Any:
         tokens = scored_tokens(logits, old, sampled, top_k=top_k, tail=tail, penalty_weight=3.0)
-        return kl_penalty(tokens, args, own)
+        return formulas.kl_penalty(tokens, args, own)
 
     expected = []
     for row in range(len(sampled)):
@@ -58,7 +53,7 @@ def test_a_kl_penalty_of_equal_and_of_excluded_outcomes(direction):
     moved[1, 1] = -torch.inf
     moved.requires_grad_()
     tokens = scored_tokens(moved, logits, torch.tensor([0, 0]))
-    terms: Any = kl_penalty(tokens, settings(), KLPenaltySettings(direction=direction))
+    terms: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings(direction=direction))
     (gradient,) = torch.autograd.grad(terms.penalty.sum(), moved)
     assert terms.penalty[0] == 0 and gradient[0].abs().max() <= 1e-6
     p, p_new = logits[1].softmax(-1).double(), moved[1].detach().softmax(-1).double()
@@ -76,8 +71,8 @@ def test_troll_with_a_proximal_pull_and_no_bound_is_a_kl_penalty(weight, top_k):
     """The loss and its gradient, of likely and of unlikely tokens; with weight 0 both are the raw ratio."""
     new, old, sampled = pair(distance=2.0)
     tokens = scored_tokens(new, old, sampled, kl_bound=math.inf, penalty_weight=weight, top_k=top_k)
-    ours: Any = troll(tokens, settings(pull="proximal"), NoSettings())
-    theirs: Any = kl_penalty(tokens, settings(), KLPenaltySettings(direction="old_new"))
+    ours: Any = formulas.troll(tokens, settings(pull="proximal"), NoSettings())
+    theirs: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings(direction="old_new"))
     assert not ours.step.projected.any() and theirs.log_ratio is None
     assert torch.equal(ours.penalty, theirs.penalty)
     found = []
@@ -99,8 +94,8 @@ def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
     p = torch.full_like(RATIOS, 0.1)
     old, new = (torch.stack([x, 1 - x], -1).log() for x in (p, p * RATIOS))
     tokens = scored_tokens(new.requires_grad_(), old, torch.zeros(14, dtype=torch.long), advantages=SIGNS)
-    terms: Any = kl_penalty(tokens, settings(), KLPenaltySettings(clip=clip, cap=cap))
-    plain: Any = kl_penalty(tokens, settings(), KLPenaltySettings())
+    terms: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings(clip=clip, cap=cap))
+    plain: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings())
     assert torch.equal(terms.penalty, plain.penalty) and terms.keep is None
     if clip is None and cap is None:
         assert terms.log_ratio is None
@@ -125,7 +120,7 @@ def test_the_ratio_of_a_projected_token_below_the_floor(tail, old_logit, new_log
     old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
     logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
     tokens = scored_tokens(logits, old_logits, torch.tensor([4]), kl_bound=args.kl_bound, top_k=3, tail=tail)
-    terms: Any = troll(tokens, args, NoSettings())
+    terms: Any = formulas.troll(tokens, args, NoSettings())
     assert terms.step.projected.all()
     reference: Any = logits.detach().clone().requires_grad_()
     expected = dense.token(reference[0], old_logits[0], 4, args)
@@ -151,7 +146,7 @@ def test_the_regression_is_trolls_pull_with_the_raw_ratio(weight):
     new, old, sampled = pair()
     args = settings(kl_bound=0.05, support_top_k=9, mass_threshold=0.0)
     tokens = scored_tokens(new, old, sampled, penalty_weight=weight)
-    terms: Any = [surrogate(tokens, args, NoSettings()) for surrogate in (regression, troll)]
+    terms: Any = [surrogate(tokens, args, NoSettings()) for surrogate in (formulas.regression, formulas.troll)]
     ours, theirs = terms
     assert ours.log_ratio is None and ours.keep is None and ours.step.projected.any()
     assert torch.equal(ours.penalty, theirs.penalty)
@@ -167,10 +162,10 @@ def test_a_kl_penalty_in_float32_is_accurate_near_the_old_policy():
     old = torch.tensor([[2.0, 1.0, 0.0, -3.0]], dtype=torch.float64)
     new = old + torch.tensor([[1e-4, -1e-4, 2e-4, 0.0]], dtype=torch.float64)
     for direction in DIRECTIONS:
-        own, found = KLPenaltySettings(direction=direction), []  # type: ignore[arg-type]
+        own, found = formulas.KLPenaltySettings(direction=direction), []  # type: ignore[arg-type]
         for dtype in (torch.float64, torch.float32):
             tokens = scored_tokens(new.to(dtype), old.to(dtype), torch.tensor([0]))
-            terms: Any = kl_penalty(tokens, settings(), own)
+            terms: Any = formulas.kl_penalty(tokens, settings(), own)
             found.append(float(terms.penalised_kl))
         assert 0 < found[0] < 1e-8
         assert found[1] == pytest.approx(found[0], rel=0.05)
@@ -181,7 +176,7 @@ def test_drpo_is_a_quadratic_penalty_of_the_change(threshold):
     """−A r + |A| p (r − 1)² / 2ε, of which the gradient in log p̃ is −A r (1 − sign(A) (p̃ − p)/ε)."""
     new, old, sampled = pair(distance=2.0)
     tokens = scored_tokens(new, old, sampled, advantages=ADVANTAGES)
-    terms: Any = drpo(tokens, settings(), DRPOSettings(threshold=threshold))
+    terms: Any = formulas.drpo(tokens, settings(), formulas.DRPOSettings(threshold=threshold))
     p, ratio = tokens.old_log_probs.exp(), (tokens.new_log_probs - tokens.old_log_probs).exp()
     assert terms.log_ratio is None and terms.keep is None
     expected = ADVANTAGES.abs() * p * (ratio - 1).square() / (2 * threshold)
@@ -198,7 +193,7 @@ def test_drpo_of_a_rare_token_that_became_likely_is_finite():
     """(r − 1)² is 1e39 here, above what float32 holds; times p it is 1e20."""
     new = torch.tensor([[0.0, -1.0]], requires_grad=True)
     tokens = scored_tokens(new, torch.tensor([[-45.0, 0.0]]), torch.tensor([0]))
-    penalty: Any = drpo(tokens, settings(), DRPOSettings(threshold=12.5)).penalty
+    penalty: Any = formulas.drpo(tokens, settings(), formulas.DRPOSettings(threshold=12.5)).penalty
     (gradient,) = torch.autograd.grad(penalty.sum(), new)
     assert penalty.isfinite().all() and float(penalty.detach()) > 1e17
     assert gradient.isfinite().all() and gradient.any()

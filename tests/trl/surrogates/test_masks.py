@@ -13,25 +13,7 @@ from torch import Tensor
 
 from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.surrogates import SURROGATES, ScoredTokens
-from troll.trl.surrogates.masks import (
-    CPPOSettings,
-    DPPOKLSettings,
-    DPPOTVSettings,
-    IcePopSettings,
-    IPOSettings,
-    KPopSettings,
-    M2POSettings,
-    TRMSettings,
-    cppo,
-    dppo_kl,
-    dppo_tv,
-    icepop,
-    ipo,
-    kpop,
-    m2po,
-    trm,
-)
+from troll.trl.surrogates import SURROGATES, ScoredTokens, masks
 
 
 def of_probabilities(new: list[float], old: list[float], **given: Any) -> ScoredTokens:
@@ -77,8 +59,16 @@ def test_masks_keep_all_tokens_of_equal_policies(name):
 def test_icepop_drops_ratios_outside_the_range(advantage):
     ratios = [0.1, 0.49, 0.51, 1.0, 4.9, 5.1, 20.0]
     tokens = of_log_ratios([math.log(r) for r in ratios], advantages=torch.full((7,), advantage))
-    assert kept(icepop(tokens, settings(), IcePopSettings())) == [False, False, True, True, True, False, False]
-    assert kept(icepop(tokens, settings(), IcePopSettings(lower=0.05, upper=math.inf))) == [True] * 7
+    assert kept(masks.icepop(tokens, settings(), masks.IcePopSettings())) == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert kept(masks.icepop(tokens, settings(), masks.IcePopSettings(lower=0.05, upper=math.inf))) == [True] * 7
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -86,9 +76,9 @@ def test_kpop_drops_tokens_that_are_far_in_either_direction(advantage):
     """The KL of probabilities 0.1 and 0.01 is 0.145 from the larger and 0.071 from the smaller."""
     new, old = [0.1, 0.01, 0.5, 0.7, 0.9, 1.0, 0.05], [0.01, 0.1, 0.5, 0.5, 0.5, 1.0, 1.0]
     tokens = of_probabilities(new, old, advantages=torch.full((7,), advantage))
-    assert kept(kpop(tokens, settings(), KPopSettings())) == [False, False, True, True, False, True, False]
+    assert kept(masks.kpop(tokens, settings(), masks.KPopSettings())) == [False, False, True, True, False, True, False]
     for threshold, keeps in ((0.144, False), (0.145, True)):
-        assert kept(kpop(tokens, settings(), KPopSettings(threshold=threshold)))[:2] == [keeps, keeps]
+        assert kept(masks.kpop(tokens, settings(), masks.KPopSettings(threshold=threshold)))[:2] == [keeps, keeps]
 
 
 def test_trm_drops_whole_sequences():
@@ -96,9 +86,9 @@ def test_trm_drops_whole_sequences():
     log_ratios = [0.1, 2.2, 0.1, -2.3, 0.0, 0.1, 2.5]
     sequence, counts = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([1, 1, 1, 1, 1, 1, 0]).bool()
     tokens = of_log_ratios(log_ratios, sequence=sequence, counts=counts)
-    assert kept(trm(tokens, settings(), TRMSettings())) == [True, True, False, False, False, True, True]
+    assert kept(masks.trm(tokens, settings(), masks.TRMSettings())) == [True, True, False, False, False, True, True]
     # r − 1 − log r is 5.8 for a log ratio of 2.2, and 1.4 for −2.3.
-    k3 = kept(trm(tokens, settings(), TRMSettings(estimator="k3")))
+    k3 = kept(masks.trm(tokens, settings(), masks.TRMSettings(estimator="k3")))
     assert k3 == [False, False, True, True, True, True, True]
 
 
@@ -108,10 +98,10 @@ def test_m2po_drops_tokens_beyond_the_width_that_meets_the_threshold():
     advantages = numbers(1, -1, 2, -1, 1, -1, 1, 0, 1)
     counts = torch.tensor([1] * 8 + [0]).bool()
     tokens = of_log_ratios(log_ratios, advantages=advantages, counts=counts)
-    assert kept(m2po(tokens, settings(), M2POSettings())) == [False, True, False] + [True] * 6
-    assert kept(m2po(tokens, settings(), M2POSettings(threshold=0.06)))[:4] == [False, True, True, True]
-    assert kept(m2po(tokens, settings(), M2POSettings(threshold=0.126))) == [True] * 9
-    assert kept(m2po(tokens, settings(), M2POSettings(threshold=0.009)))[:4] == [False] * 4
+    assert kept(masks.m2po(tokens, settings(), masks.M2POSettings())) == [False, True, False] + [True] * 6
+    assert kept(masks.m2po(tokens, settings(), masks.M2POSettings(threshold=0.06)))[:4] == [False, True, True, True]
+    assert kept(masks.m2po(tokens, settings(), masks.M2POSettings(threshold=0.126))) == [True] * 9
+    assert kept(masks.m2po(tokens, settings(), masks.M2POSettings(threshold=0.009)))[:4] == [False] * 4
 
 
 def test_m2po_is_a_clip_at_the_root_of_the_second_moment():
@@ -122,7 +112,7 @@ def test_m2po_is_a_clip_at_the_root_of_the_second_moment():
     leaving = log_ratio * advantages > 0
     square = log_ratio[leaving].square()
     width = brentq(lambda tau: float(square.clamp(max=tau**2).mean()) - 0.04, 0.0, 10.0)
-    keep = kept(m2po(tokens, settings(), M2POSettings()))
+    keep = kept(masks.m2po(tokens, settings(), masks.M2POSettings()))
     assert 0 < sum(keep) < 500
     loss = -torch.minimum(advantages * tokens.log_ratio.exp(), advantages * tokens.log_ratio.clamp(-width, width).exp())
     (gradient,) = torch.autograd.grad(loss.sum(), tokens.new_log_probs)
@@ -132,7 +122,7 @@ def test_m2po_is_a_clip_at_the_root_of_the_second_moment():
 
 def test_m2po_of_impossible_tokens_drops_them_only():
     tokens = of_probabilities([0.11, 0.3, 0.1], [0.1, 0.0, 0.0], advantages=torch.ones(3))
-    assert kept(m2po(tokens, settings(), M2POSettings())) == [True, False, False]
+    assert kept(masks.m2po(tokens, settings(), masks.M2POSettings())) == [True, False, False]
 
 
 def test_cppo_is_stricter_for_early_tokens_and_after_a_prefix_that_moved():
@@ -148,7 +138,7 @@ def test_cppo_is_stricter_for_early_tokens_and_after_a_prefix_that_moved():
         for advantage, keep in ((1.0, expected), (-1.0, [True] * 3)):
             moved, advantages = [0.3 + change for change in changes], torch.full((3,), advantage)
             tokens = of_probabilities(moved, [0.3] * 3, advantages=advantages)
-            assert kept(cppo(tokens, settings(), CPPOSettings())) == keep
+            assert kept(masks.cppo(tokens, settings(), masks.CPPOSettings())) == keep
 
 
 def test_cppo_is_its_definition_for_each_sequence():
@@ -158,8 +148,8 @@ def test_cppo_is_its_definition_for_each_sequence():
     counts = torch.rand(60, generator=generator) < 0.8
     sequence = torch.arange(60) // 13
     tokens = scored_tokens(new, old, sampled, advantages=advantages, sequence=sequence, counts=counts)
-    own = CPPOSettings(threshold=0.15, last_weight=0.5, budget=0.03)
-    keep = kept(cppo(tokens, settings(), own))
+    own = masks.CPPOSettings(threshold=0.15, last_weight=0.5, budget=0.03)
+    keep = kept(masks.cppo(tokens, settings(), own))
     moved = (tokens.new_log_probs.detach().exp() - tokens.old_log_probs.exp()).tolist()
     expected = [True] * 60
     for row in range(5):
@@ -210,7 +200,10 @@ def test_dppo_of_certain_tokens_has_finite_divergences():
         new_log_probs=torch.tensor([-5.0, 0.0, -3.0, 0.0, 0.0]),
     )
     # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
-    for terms in (dppo_kl(tokens, settings(), DPPOKLSettings()), dppo_tv(tokens, settings(), DPPOTVSettings())):
+    for terms in (
+        masks.dppo_kl(tokens, settings(), masks.DPPOKLSettings()),
+        masks.dppo_tv(tokens, settings(), masks.DPPOTVSettings()),
+    ):
         assert kept(terms) == [False, True, True, False, True]
 
 
@@ -218,13 +211,13 @@ def test_ipo_drops_what_has_moved_in_either_direction():
     new, old = [0.85, 0.15, 0.75, 0.25, 0.25, 0.4], [0.5, 0.5, 0.5, 0.5, 0.01, 0.01]
     for advantage in (1.0, -1.0):
         tokens = of_probabilities(new, old, advantages=torch.full((6,), advantage))
-        terms = ipo(tokens, settings(), IPOSettings(threshold=0.3, kl_weight=0.0))
+        terms = masks.ipo(tokens, settings(), masks.IPOSettings(threshold=0.3, kl_weight=0.0))
         assert kept(terms) == [False, False, True, True, True, False]
 
 
 def test_ipo_penalises_squared_log_ratios_of_all_tokens():
     tokens = scored_tokens(*pair())
-    terms: Any = ipo(tokens, settings(), IPOSettings(threshold=0.01, kl_weight=0.5))
+    terms: Any = masks.ipo(tokens, settings(), masks.IPOSettings(threshold=0.01, kl_weight=0.5))
     assert not terms.keep.all()
     log_ratio = (tokens.new_log_probs - tokens.old_log_probs).detach()
     torch.testing.assert_close(terms.penalty, 0.5 * log_ratio.square(), rtol=1e-12, atol=0)
