@@ -40,17 +40,13 @@ PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
 CAPTURE: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "top_k": 8, "mass_threshold": 1e-5}
 
 
-def generation(**settings: Any) -> Any:
-    """An engine in vLLM's place, with the tiny model's weights."""
+def reporting(number: int = 8) -> tuple[Any, EngineTopLogprobs]:
+    """An engine in vLLM's place, with the tiny model's weights, and where it reports to."""
     torch.manual_seed(3)
-    engine = Engine(**settings)
+    engine = Engine()
     engine.sync(tiny.make_model("llama"))
-    return EngineGeneration(engine, model=None, accelerator=None)
-
-
-def reporting(number: int = 8, **settings: Any) -> tuple[Any, EngineTopLogprobs]:
-    """The same, and where it reports to."""
-    vllm, reports = generation(**settings), EngineTopLogprobs()
+    vllm: Any = EngineGeneration(engine, model=None, accelerator=None)
+    reports = EngineTopLogprobs()
     report_top_log_probs(vllm, number, reports)
     return vllm, reports
 
@@ -104,26 +100,6 @@ def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message
 
 
 # Where they come from
-
-
-def test_vllm_reports_through_the_first_entry():
-    """vLLM's own first entry is the likeliest token's."""
-    plain = generation()
-    plain.logprobs = 2
-    torch.manual_seed(0)
-    _, completion_ids, log_probs, token_ids = plain.generate(PROMPTS, None, 1)
-    vllm, reports = reporting(2)
-    torch.manual_seed(0)
-    prompt_ids, *reported = vllm.generate(prompts=PROMPTS, images=None, num_generations=1, profiler=None)
-    assert prompt_ids == PROMPTS
-    assert reported[0] == completion_ids
-    assert reported[2] == [[[token] for token in ids] for ids in completion_ids]
-    outside = 0
-    for completion, values, ids, rows in zip(completion_ids, log_probs, token_ids, reported[1], strict=True):
-        for token, entries, names, (row,) in zip(completion, values, ids, rows, strict=True):
-            assert float(reports.log_probs(torch.tensor(row))) == pytest.approx(entries[names.index(token)])
-            outside += len(names) == 3
-    assert outside > 0, "else the sampled token was always among the top 2"
 
 
 def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):

@@ -73,7 +73,7 @@ def make_critic(
     own = CriticSettings(**SETTINGS | settings)
     args: Any = SimpleNamespace(critic_settings=own, gradient_checkpointing=gradient_checkpointing)
     config = ADAPTERS[adapter]
-    return Critic(accelerator, model, args, peft_config=config and LoraConfig(**config))
+    return Critic(accelerator, model, args, peft_config=None if config is None else LoraConfig(**config))
 
 
 def update(critic: Critic, data: Batch, micro_batches: int) -> None:

@@ -70,18 +70,6 @@ def same_metrics(actual: list[dict[str, Any]], expected: list[dict[str, Any]], t
 # Training
 
 
-def test_training_moves_all_weights_and_logs_finite_metrics(make):
-    trainer = make(kl_bound=0.02)
-    before = tiny.parameters(trainer.model)
-    trainer.train()
-    assert tiny.changed(before, trainer.model) == set(before)
-    assert len(steps(trainer)) == trainer.state.global_step == 4
-    for entry in steps(trainer):
-        assert entry.keys() >= METRICS | {"entropy"}
-        assert not any(name.startswith(("clip_ratio", "aux_loss")) for name in entry)
-        assert all(math.isfinite(value) for value in entry.values() if isinstance(value, float))
-
-
 def test_a_tight_bound_projects(make):
     """No silent no-op: after the first update of a rollout the network has left the ball, and q has not."""
     bound = 1e-3
@@ -277,7 +265,9 @@ def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_lora_dropout_is_silenced_with_a_warning(make, wrapped):
     """Whether the trainer adds the adapter or the user has."""
-    given = {"model": get_peft_model(make.model(), lora(0.5))} if wrapped else {"peft_config": lora(0.5)}
+    given: dict[str, Any] = {"peft_config": lora(0.5)}
+    if wrapped:
+        given = {"model": get_peft_model(make.model(), lora(0.5))}
     with pytest.warns(UserWarning, match=r"lora_dropout=0.5 is set to 0"):
         trainer = make(kl_bound=1e-4, **given)
     trainer.train()
@@ -354,7 +344,9 @@ def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
         assert math.isfinite(entry["eval_loss"]) and "eval_reward" in entry
         assert not any("trust_region" in name or "clip_ratio" in name for name in entry)
     assert captures and all(captures)
-    assert all(entry.keys() >= METRICS for entry in steps(trainer))
+    for entry in steps(trainer):
+        assert entry.keys() >= METRICS | {"entropy"}
+        assert all(math.isfinite(value) for value in entry.values() if isinstance(value, float))
 
 
 # Failures and warnings

@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from PIL import Image
-from transformers import (
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-    PreTrainedModel,
-    ProcessorMixin,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-)
 
 from tests.trl.tiny import COMMON, VOCABULARY, make_tokenizer
 
@@ -48,7 +38,7 @@ TEXT = {**COMMON, "vocab_size": len(IDS), "max_position_embeddings": 256}
 FAMILIES = ["qwen2_5_vl", "idefics3"]
 
 
-class ImageOnlyQwen2_5_VLProcessor(ProcessorMixin):
+class ImageOnlyQwen2_5_VLProcessor(transformers.ProcessorMixin):
     """Qwen2.5-VL's processor without its videos, which need torchvision."""
 
     image_token, image_token_id = "<|image_pad|>", IDS["<|image_pad|>"]
@@ -63,7 +53,7 @@ class ImageOnlyQwen2_5_VLProcessor(ProcessorMixin):
         return self.image_token * (patches // self.image_processor.merge_size**2)
 
 
-def make_model(family: str) -> PreTrainedModel:
+def make_model(family: str) -> transformers.PreTrainedModel:
     """A random model of about fifty thousand parameters with a vision tower of two layers."""
     torch.manual_seed(0)
     model: Any
@@ -72,8 +62,8 @@ def make_model(family: str) -> PreTrainedModel:
         vision |= {"depth": 2, "num_heads": 2, "window_size": 16, "fullatt_block_indexes": [1]}
         vision |= {"out_hidden_size": TEXT["hidden_size"]}
         rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-        model = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(
+        model = transformers.Qwen2_5_VLForConditionalGeneration(
+            transformers.Qwen2_5_VLConfig(
                 text_config={**TEXT, "rope_parameters": rope},
                 vision_config=vision,
                 image_token_id=IDS["<|image_pad|>"],
@@ -84,8 +74,8 @@ def make_model(family: str) -> PreTrainedModel:
         )
     else:
         vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
-        model = Idefics3ForConditionalGeneration(
-            Idefics3Config(
+        model = transformers.Idefics3ForConditionalGeneration(
+            transformers.Idefics3Config(
                 text_config={"model_type": "llama", **TEXT},
                 vision_config=vision,
                 image_token_id=IDS["<image>"],
@@ -100,21 +90,22 @@ def make_model(family: str) -> PreTrainedModel:
     return model.train()
 
 
-def make_processor(family: str) -> ProcessorMixin:
+def make_processor(family: str) -> transformers.ProcessorMixin:
     """The family's image processor (the one on Pillow), and one token per character."""
     image_processor: Any
     fast = make_tokenizer(*IMAGE_TOKENS)
     if family == "qwen2_5_vl":
-        image_processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=16 * 16)
+        pixels: dict[str, Any] = {"min_pixels": 8 * 8, "max_pixels": 16 * 16}
+        image_processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, **pixels)
         template = CHAT_TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
         return ImageOnlyQwen2_5_VLProcessor(image_processor, fast, chat_template=template)
-    if "torchvision" in getattr(Idefics3ImageProcessorPil, "_backends", ()):  # a placeholder for a class
+    if "torchvision" in getattr(transformers.Idefics3ImageProcessorPil, "_backends", ()):  # a placeholder for a class
         pytest.skip("before transformers 5.18, Idefics3's image processors need torchvision, which is not installed")
-    image_processor = Idefics3ImageProcessorPil(
+    image_processor = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
     )
     template = CHAT_TEMPLATE.replace("IMAGE", "<image>")
-    return Idefics3Processor(image_processor, fast, image_seq_len=4, chat_template=template)
+    return transformers.Idefics3Processor(image_processor, fast, image_seq_len=4, chat_template=template)
 
 
 def make_dataset(size: int = 16) -> Dataset:

@@ -52,7 +52,7 @@ def largest_difference(model: Any, completions: list[list[int]], entries: list[l
 def main(job: dict[str, Any], output_dir: str) -> dict[str, Any]:
     trl.generation.vllm_generation.LLM = partial(LLM, dtype=job["dtype"])
     folder = job["model"]
-    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 32}
+    settings: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 32}
     settings |= {"vllm_gpu_memory_utilization": 0.1} | job["settings"]
     peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if job["lora"] else None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -141,22 +141,6 @@ def test_terms_of_no_token_are_empty(name):
     assert made and all(value.shape == (0,) for value in made)
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0, 10.0])
-def test_the_regression_is_trolls_pull_with_the_raw_ratio(weight):
-    new, old, sampled = pair()
-    args = settings(kl_bound=0.05, support_top_k=9, mass_threshold=0.0)
-    tokens = scored_tokens(new, old, sampled, penalty_weight=weight)
-    terms: Any = [surrogate(tokens, args, NoSettings()) for surrogate in (formulas.regression, formulas.troll)]
-    ours, theirs = terms
-    assert ours.log_ratio is None and ours.keep is None and ours.step.projected.any()
-    assert torch.equal(ours.penalty, theirs.penalty)
-    (gradient,) = torch.autograd.grad(ours.penalty.sum(), new)
-    reference = new.detach().clone().requires_grad_()
-    expected = sum(dense.token(reference[i], old[i], int(sampled[i]), args).regression for i in range(len(old)))
-    (expected_gradient,) = torch.autograd.grad(weight * expected, reference)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
-
-
 def test_a_kl_penalty_in_float32_is_accurate_near_the_old_policy():
     """KL of 1e-8 and below, where a difference of logarithms would be rounding."""
     old = torch.tensor([[2.0, 1.0, 0.0, -3.0]], dtype=torch.float64)
