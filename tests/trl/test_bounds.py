@@ -11,17 +11,16 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trl import dense
-from tests.trl.moved import Moved
 from tests.trl.tiny import logged
 from troll.trust_region.bounds import BoundStatistics
 from troll.trust_region.constraint import Constraint
 
 
-def moved(make: Any, **settings: Any) -> Moved:
-    return Moved(make, loss_type="grpo", kl_bound=0.01, **settings)
+def moved(make: Any, **settings: Any) -> dense.Moved:
+    return dense.Moved(make, loss_type="grpo", kl_bound=0.01, **settings)
 
 
-def assert_as_in_float64(trained: Moved, inputs: dict[str, Any], tolerance: float = 1e-4, **step: Any) -> Tensor:
+def assert_as_in_float64(trained: dense.Moved, inputs: dict[str, Any], tolerance: float = 1e-4, **step: Any) -> Tensor:
     """Loss and gradients are those of the core's functions from full logits. Returns KL after the projection."""
     old, mask = trained.batches[0][1], dense.scored_mask(inputs)
     made = troll.trust_region_step(trained.logits(inputs), troll.capture(old, inputs["completion_ids"]), **step)

@@ -212,14 +212,12 @@ def test_padding_or_end_without_an_embedding_is_refused(make, role):
 
 
 def test_tokens_that_occur_nowhere_and_padded_embeddings_are_accepted(make):
-    trainer = make(processing_class=tokenizer_with("<new>"), max_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
-    model = tiny.make_model("llama")
-    model.resize_token_embeddings(64)
-    trainer = make(model=model, processing_class=tokenizer_with("<new>", pad_token="<pad2>"), max_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
+    padded = tiny.make_model("llama")
+    padded.resize_token_embeddings(64)
+    for model, tokenizer in (("llama", tokenizer_with("<new>")), (padded, tokenizer_with("<new>", pad_token="<pad2>"))):
+        trainer = make(model=model, processing_class=tokenizer, max_steps=1)
+        trainer.train()
+        assert trainer.state.global_step == 1
 
 
 def test_a_reference_or_a_critic_without_the_models_tokens_is_refused(make, model_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -28,25 +27,21 @@ def prompts(rows: int = 7) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def record_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def record_rows(model: Any) -> list[int]:
     """The rows of every forward of the prompts from now on."""
     rows: list[int] = []
-    forward = model.forward
 
-    @functools.wraps(forward)  # generate reads its signature
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs["input_ids"]
-        if ids.shape[1] > 1:
-            rows.append(len(ids))
-        return forward(*args, **kwargs)
+    def record(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if inputs["input_ids"].shape[1] > 1:
+            rows.append(len(inputs["input_ids"]))
 
-    monkeypatch.setattr(model, "forward", recorded)
+    model.register_forward_pre_hook(record, with_kwargs=True)
     return rows
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 @pytest.mark.parametrize("peft", [False, True], ids=["whole model", "LoRA"])
-def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft, monkeypatch):
+def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft):
     model: Any = tiny.make_model("llama").eval()
     if peft:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
@@ -54,7 +49,7 @@ def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft, monkeyp
     expected = model.generate(**prompts(), generation_config=config)
     assert len({int((row != 0).sum()) for row in expected}) > 1, "completions of one length would show nothing"
     generate_in_chunks(model, size)
-    rows = record_rows(model.base_model.model if peft else model, monkeypatch)
+    rows = record_rows(model.base_model.model if peft else model)
     assert torch.equal(model.generate(**prompts(), generation_config=config), expected)
     assert rows == ([size] * (7 // size) + [7 % size] * (7 % size > 0) if size < 7 else [7])
 
@@ -68,16 +63,13 @@ def test_the_checks_of_generate_still_work():
         model.generate(**prompts(), nonsense=torch.zeros(7), **GREEDY)
 
 
-def test_generate_passes_on_calls_that_return_more_than_ids(monkeypatch):
+def test_generate_passes_on_calls_that_return_more_than_ids():
     model: Any = tiny.make_model("llama").eval()
     generate_in_chunks(model, 2)
-    rows = record_rows(model, monkeypatch)
-    for settings in (
-        {"return_dict_in_generate": True},
-        {"generation_config": GenerationConfig(**GREEDY, return_dict_in_generate=True)},
-    ):
-        output = model.generate(**prompts(), **({} if "generation_config" in settings else GREEDY) | settings)
-        assert output.sequences.shape[0] == 7
+    rows = record_rows(model)
+    settings = {**GREEDY, "return_dict_in_generate": True}
+    for given in (settings, {"generation_config": GenerationConfig(**settings)}):
+        assert model.generate(**prompts(), **given).sequences.shape[0] == 7
     assert rows == [7, 7]
 
 
@@ -110,7 +102,7 @@ def test_split_leaves_tensors_without_a_row_a_prompt_whole(changed):
 
 
 @pytest.mark.parametrize("family", ["llama", *vision.FAMILIES])
-def test_trl_gets_the_same_rollout(make, family, monkeypatch):
+def test_trl_gets_the_same_rollout(make, family):
     """Images go with their prompts, in patches (Qwen) or frames (Idefics3)."""
     source: Any = vision if family in vision.FAMILIES else tiny
     processing_class = vision.make_processor(family) if source is vision else None
@@ -121,7 +113,7 @@ def test_trl_gets_the_same_rollout(make, family, monkeypatch):
         trainer = make(GRPOTrainer, source.make_model(family), top_k=1, **data)
         if size is not None:
             generate_in_chunks(trainer.model, size)
-            rows = record_rows(trainer.model, monkeypatch)
+            rows = record_rows(trainer.model)
         batches = tiny.rollout(trainer)
         ids = torch.cat([torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1) for batch in batches])
         rollouts.append(sorted(ids.tolist()))  # TRL shuffles them

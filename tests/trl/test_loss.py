@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.trl import dense, tiny
-from tests.trl.moved import Moved
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.bounds import make_bound
@@ -118,7 +117,7 @@ DENSE: dict[str, Any] = {"support_top_k": 48, "mass_threshold": 0.0}
 
 def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **settings: Any) -> None:
     """Every micro-batch of a rollout: loss, gradients and metrics equal those of `dense`."""
-    moved = Moved(make, model, dense.with_tools if tools else dict, **settings)
+    moved = dense.Moved(make, model, dense.with_tools if tools else dict, **settings)
     args, trainer = moved.args, moved.trainer
     # The condition of the projection; and how close to the bound the bracketing comes.
     tolerance = 1e-3 if args.solver == "bracket" else tiny.MEAN_ERROR / math.sqrt(2 * args.kl_bound)

@@ -17,7 +17,6 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from tests.trl import dense
-from tests.trl.moved import Moved
 from tests.trl.tiny import assert_same_gradients, loss_and_gradients, rollout, same_updates
 from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
@@ -96,7 +95,7 @@ def assert_is_formula(make: Any, of_sequence: Callable[..., list[Tensor]], **set
     `of_sequence` takes the new and the old log-probabilities (t, V) of a completion's tokens, their ids, the advantage
     and the configuration, and returns the loss of each.
     """
-    moved = Moved(make, **settings)
+    moved = dense.Moved(make, **settings)
     inputs, old = moved.batches[0]
     policies = (logits.log_softmax(-1) for logits in (moved.logits(inputs), old))
     parts = *policies, inputs["completion_ids"], inputs["advantages"].tolist(), dense.scored_mask(inputs)

@@ -16,7 +16,6 @@ from torch import Tensor
 from tests.tolerance import within
 from tests.trl import dense, tiny
 from tests.trl.engine import Engine, RolloutFunc, train_around_both
-from tests.trl.moved import Moved
 from tests.trust_region import reference
 from troll.trl import TrollConfig
 from troll.trl.trainer import OLD_POLICY
@@ -58,7 +57,7 @@ def on_kept_tokens(new: Tensor, old: Tensor, kept: list[int], sampled: int, args
 @pytest.mark.parametrize("pull", ["projection", "proximal"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
-    moved = Moved(make, kl_bound=0.02, pull=pull, temperature=0.8, support_top_k=4, **SAMPLERS[sampler])
+    moved = dense.Moved(make, kl_bound=0.02, pull=pull, temperature=0.8, support_top_k=4, **SAMPLERS[sampler])
     everything = copy.copy(moved.args)
     everything.support_top_k, everything.mass_threshold = 48, 0.0
     projected = 0
@@ -76,7 +75,7 @@ def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
-    moved = Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **SAMPLERS[sampler])
+    moved = dense.Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **SAMPLERS[sampler])
     for inputs, old in moved.batches:
         kept = kept_tokens(old, moved.args)
         policies = [restricted_log_probs(logits, kept, inputs) for logits in (moved.logits(inputs), old)]
@@ -109,7 +108,7 @@ def test_equal_policies_have_ratio_one_with_every_kind_of_surrogate(make, surrog
 @pytest.mark.parametrize("surrogate", ["troll", "clip", "cispo"])
 def test_reference_kl_is_of_the_whole_policies(make, surrogate):
     settings = {"surrogate": surrogate, "truncated_ratio": True, "use_bias_correction_kl": False, "top_p": 0.8}
-    moved = Moved(make, beta=0.5, **settings)
+    moved = dense.Moved(make, beta=0.5, **settings)
     inputs, _ = moved.batches[0]
     loss, found = tiny.loss_and_gradients(moved.trainer, inputs)
     moved.trainer.beta = 0.0
@@ -128,7 +127,7 @@ def test_penalty_is_the_pull_without_a_bound(make):
     """Proximal, with the projection out of reach: the kept set's mass included."""
     found = []
     for settings in ({"surrogate": "kl_penalty"}, {"pull": "proximal", "kl_bound": math.inf}):
-        moved = Moved(make, top_p=0.8, **settings)
+        moved = dense.Moved(make, top_p=0.8, **settings)
         found.append(tiny.loss_and_gradients(moved.trainer, moved.batches[0][0]))
     (loss, one), (other_loss, other) = found
     assert loss == pytest.approx(other_loss, rel=1e-6)
@@ -136,7 +135,7 @@ def test_penalty_is_the_pull_without_a_bound(make):
 
 
 def test_off_policy_mask_compares_the_truncated_policies(make):
-    moved = Moved(make, off_policy_mask_threshold=0.1, top_p=0.8)
+    moved = dense.Moved(make, off_policy_mask_threshold=0.1, top_p=0.8)
     inputs, old = moved.batches[0]
     kept = kept_tokens(old, moved.args)
     with mock.patch.object(moved.trainer, "get_off_policy_mask", wraps=moved.trainer.get_off_policy_mask) as mask:
