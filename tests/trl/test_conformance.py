@@ -10,34 +10,27 @@ import torch
 from tests.tables import set_table, table_model
 from tests.trl.tiny import Maker, gradients, rollout
 from troll.testing import METRICS, Case, Update, check_adapter
-from troll.trl import TrollTrainer
 
 
 def trainer_of(make: Maker, case: Case, **settings: Any) -> Any:
     """A trainer whose rollout is the case's samples, four completions of one group."""
-    micro_batches = len(case.micro_batches)
+    micro_batches, samples = len(case.micro_batches), case.samples
+    settings |= {name: getattr(case, name) for name in ("kl_bound", "regression_weight", "mass_threshold")}
     trainer = make(
-        TrollTrainer,
-        table_model(case.old_table),
-        kl_bound=case.kl_bound,
-        regression_weight=case.regression_weight,
+        model=table_model(case.old_table),
         support_top_k=case.top_k,
-        mass_threshold=case.mass_threshold,
         temperature=case.temperature,
-        per_device_train_batch_size=len(case.samples) // micro_batches,
+        per_device_train_batch_size=len(samples) // micro_batches,
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,
         num_iterations=2,
-        num_generations=len(case.samples),
+        num_generations=len(samples),
         max_completion_length=9,
         **settings,
     )
-    trainer.rollout_func = lambda prompts, trainer: {
-        "prompt_ids": [sample.prompt.tolist() for sample in case.samples],
-        "completion_ids": [sample.response.tolist() for sample in case.samples],
-        "logprobs": None,
-        "env_mask": [sample.counts.int().tolist() for sample in case.samples],
-    }
+    ids = {"prompt_ids": [x.prompt.tolist() for x in samples], "completion_ids": [x.response.tolist() for x in samples]}
+    masks = [sample.counts.int().tolist() for sample in samples]
+    trainer.rollout_func = lambda prompts, trainer: {**ids, "logprobs": None, "env_mask": masks}
     return trainer
 
 
@@ -59,10 +52,11 @@ def test_the_trainer_keeps_the_contract(make: Maker, loss_type: str, aggregation
         set_table(trainer.model, case.new_table)
         trainer.model.zero_grad()
         losses = [trainer._compute_loss(trainer.model, with_advantages(batch, case)) for batch in inputs]
-        torch.stack(losses).sum().backward()
+        loss = torch.stack(losses).sum()
+        loss.backward()
         found = trainer.monitor.tally.values()
         named = dict(zip(METRICS, ("kl_before_mean", "kl_after_mean", "projected_fraction", "regression"), strict=True))
         metrics = {name: float(found[ours]) for name, ours in named.items()}
-        return Update(torch.stack(losses).sum().detach(), gradients(trainer.model)["lm_head.weight"].T, metrics)
+        return Update(loss.detach(), gradients(trainer.model)["lm_head.weight"].T, metrics)
 
     check_adapter(adapter, aggregation=aggregation, max_length=max_length, layouts=["padded"])

@@ -108,8 +108,10 @@ def test_the_critic_learns_and_says_so(make):
 
 
 def test_warming_up_trains_the_critic_alone(make):
+    """For whole updates, of two micro-batches each."""
+    passes = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "weight_decay": 0.1}
     for steps, policy_moves in ((3, False), (4, True)):
-        trainer = make(advantage_estimator="gae", critic_kwargs={"warmup_steps": 3}, max_steps=steps, weight_decay=0.1)
+        trainer = make(advantage_estimator="gae", critic_kwargs={"warmup_steps": 3}, max_steps=steps, **passes)
         policy, critic = tiny.parameters(trainer.model), tiny.parameters(trainer.advantages.critic.model)
         trainer.train()
         assert bool(tiny.changed(policy, trainer.model)) == policy_moves

@@ -120,19 +120,13 @@ def test_eval_metrics_leave_out_completions_that_another_grader_left_unscored():
     assert held_out.metrics(2, 1) == dict.fromkeys(["pass@1", "mean@2", "maj@2", REWARD_MEAN], 0.0) | {UNSCORED: 0.5}
 
 
-def evaluate(make, **changes: Any):
-    return make(
-        reward_funcs=LastLetter(),
-        eval_dataset=tiny.make_dataset(4),
-        eval_strategy="steps",
-        do_eval=True,
-        num_generations_eval=changes.pop("samples", 4),
-        **changes,
-    )
+def evaluate(make, samples: int = 4, **settings: Any):
+    held_out = {"eval_dataset": tiny.make_dataset(4), "num_generations_eval": samples}
+    return make(reward_funcs=LastLetter(), **held_out, **settings)
 
 
 def test_several_data_sets_have_metrics_of_their_own(make):
-    trainer = evaluate(make, eval_steps=2)
+    trainer = evaluate(make)
     trainer.eval_dataset = {"first": tiny.make_dataset(4), "second": tiny.make_dataset(8)}
     metrics = trainer.evaluate()
     for name in ("first", "second"):
@@ -141,7 +135,7 @@ def test_several_data_sets_have_metrics_of_their_own(make):
 
 
 def test_evaluation_ignores_the_verdicts_of_an_interrupted_one(make):
-    trainer = evaluate(make, eval_steps=2)
+    trainer = evaluate(make)
     trainer.eval_metrics._verdicts = [Verdict(1.0, "a", "")] * 400
     trainer._metrics["eval"]["reward"].append(1000.0)
     trainer.evaluate()
@@ -159,7 +153,7 @@ def test_another_task_is_judged_by_its_own_rewards(make):
     def more(prompts, completions, **columns):
         return [3.0] * len(prompts)
 
-    trainer = evaluate(make, eval_steps=2, log_completions=True)
+    trainer = evaluate(make, log_completions=True)
     swapped = [
         "reward_funcs",
         "reward_func_names",

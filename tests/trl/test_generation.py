@@ -118,5 +118,7 @@ def test_trl_gets_the_same_rollout(make, family):
         ids = torch.cat([torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1) for batch in batches])
         rollouts.append(sorted(ids.tolist()))  # TRL shuffles them
     assert rows[:3] == [3, 3, 2], "a rollout is two prompts, four completions each"
+    if "image_grid_thw" in batches[0]:
+        assert len(torch.cat([batch["image_grid_thw"] for batch in batches]).unique(dim=0)) > 1, "images of one size"
     assert rollouts[0] == rollouts[1]
     assert rollouts[0][0] != rollouts[0][-1]
