@@ -72,7 +72,4 @@ MODELS: dict[str, Any] = {
     "plain": lambda: tiny.make_model("llama"),
     "tied": lambda: tiny.make_model("llama", tie_word_embeddings=True),
     "biased": lambda: with_biased_head(tiny.make_model("llama")),
-    "softcap": lambda: tiny.make_model("gemma2"),
-    "scale": lambda: tiny.make_model("cohere"),
-    "inverse scale": lambda: tiny.make_model("granite"),
 }
