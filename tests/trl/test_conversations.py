@@ -27,6 +27,8 @@ from troll.trl.conversations import Conversation, completion_metrics, read
 from troll.trl.old_policy import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*experimental feature", "ignore:.*could not be judged")
+
 #: Three groups, of which the middle one lies on both of two processes.
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6, "max_completion_length": 6, "learning_rate": 1e-3}
 
@@ -117,8 +119,6 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     trainer.train()
     return found | {"log": trainer.state.log_history, "parameters": tiny.parameters(trainer.model)}
 
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*experimental feature", "ignore:.*could not be judged")
 
 #: Of 12 samples: with the 12 last conversations 25 rows, and a filler.
 EARLIER = [0, 2, 1, 0, 5, 0, 0, 1, 3, 0, 0, 1]

@@ -154,15 +154,8 @@ def test_another_task_is_judged_by_its_own_rewards(make):
         return [3.0] * len(prompts)
 
     trainer = evaluate(make, log_completions=True)
-    swapped = [
-        "reward_funcs",
-        "reward_func_names",
-        "reward_processing_classes",
-        "reward_weights",
-        "eval_metrics",
-        "ungraded",
-    ]
-    before = {name: vars(trainer)[name] for name in [*swapped, "_logs", "log_completions"]}
+    swapped = "reward_funcs reward_func_names reward_processing_classes reward_weights eval_metrics ungraded _logs"
+    before = {name: vars(trainer)[name] for name in [*swapped.split(), "log_completions"]}
     rows = tiny.make_dataset(4).add_column("color", list("abcd"))
     metrics = judged_by(trainer, [success, more], [1.0, 0.5]).evaluate(rows, metric_key_prefix="eval_colors")
     assert [name for name, value in before.items() if vars(trainer)[name] is not value] == []

@@ -22,6 +22,8 @@ from troll.trl.resampling import draw, equal_groups
 
 #: Three groups, of which the middle one lies on both of two processes.
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6, "resampling_rounds": 4, "kl_bound": 0.01}
+GROUP = tiny.DEFAULTS["num_generations"]
+NAN = math.nan
 
 
 def dataset(size: int = 16) -> Dataset:
@@ -45,10 +47,6 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     both = {"resampling_rounds": 4, "rollout_delay": 1, "num_generations": 2}
     resumed = interrupted(make, folder / "run", reward_funcs=reward, train_dataset=dataset(), **both)
     return {"rollout": tiny.tensors(rollout), "metrics": metrics, "logs": logs, "interrupted": resumed}
-
-
-NAN = math.nan
-GROUP = tiny.DEFAULTS["num_generations"]
 
 
 def make_one(make: tiny.Maker, **settings: Any) -> TrollTrainer:

@@ -17,6 +17,8 @@ from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.advantages.token_rewards import Judged, ask, needed, speaking, worths_of
 from troll.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
 
+NAN = math.nan
+
 
 class Odd:
     """1 for every completion of at least two tokens, else 0; of the former, odd tokens are worth nothing."""
@@ -52,9 +54,6 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     metrics = dict(trainer._metrics["train"])
     tiny.rolled_out(trainer, seed=5)
     return {"rollout": tiny.tensors(rollout), "metrics": metrics, "right_share": trainer.resampling._right_share}
-
-
-NAN = math.nan
 
 
 def advantages_of(worths: torch.Tensor, size: int = 4) -> torch.Tensor:

@@ -21,8 +21,12 @@ from troll.trl.eval_metrics import judged_by
 from troll.trl.old_policy import OLD_POLICY, _entropies
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
+
 #: Three groups, of which the middle one lies on both of two processes.
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6}
+GROUP = tiny.DEFAULTS["num_generations"]
+NAN = math.nan
 
 
 def stuck(text: str) -> bool:
@@ -83,12 +87,6 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
         "ended": ended(trainer.accelerator),
         "answers": [verdict.answer for verdict in trainer.eval_metrics._verdicts],
     }
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
-
-NAN = math.nan
-GROUP = tiny.DEFAULTS["num_generations"]
 
 
 class Never(Grader):
