@@ -18,7 +18,6 @@ from tests.trl import dense, tiny
 from tests.trl.engine import Engine, RolloutFunc, train_around_both
 from tests.trust_region import reference
 from troll.trl import TrollConfig
-from troll.trl.trainer import OLD_POLICY
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8},
@@ -180,8 +179,3 @@ def test_engine_that_keeps_more_than_it_reports_is_refused(make):
     with pytest.raises(ValueError, match="log_probs must be all that the sampler could draw, at most top_k=8"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_clip_takes_the_whole_policies_ratio_by_default(make):
-    ours = make(surrogate="clip", top_p=0.8)
-    assert OLD_POLICY not in tiny.rolled_out(ours) and not ours.args.reads_policies
