@@ -24,16 +24,12 @@ def trainer_like(**changes: Any) -> type:
     return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
 
 
-def renamed_parameter(self, network, inputs):
-    raise NotImplementedError
-
-
 def test_differences_names_missing_methods_parameters_and_names():
     assert list(needed.differences(trainer_like())) == []
     (phrase,) = needed.differences(trainer_like(_calculate_rewards=None))
     assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
     assert phrase.endswith("is missing")
-    first, *others = needed.differences(trainer_like(_compute_loss=renamed_parameter))
+    first, *others = needed.differences(trainer_like(_compute_loss=lambda self, network, inputs: None))
     assert first.startswith("OtherTrainer._compute_loss") and first.endswith("has no parameter model")
     assert any(phrase.endswith("does not use old_per_token_logps") for phrase in others)
 
@@ -76,41 +72,35 @@ def test_all_private_methods_that_the_trainer_overrides_are_checked():
     assert private == {method.name for method in needed.OVERRIDDEN}
 
 
-def reading_first(compute_loss: Any) -> Any:
-    """TRL's loss, in a version that takes the old log-probabilities before it scores."""
+def test_a_trl_that_reads_the_old_log_probs_first_trains_right(make, monkeypatch):
+    """Before it scores."""
+    compute_loss = GRPOTrainer._compute_loss
 
-    def loss(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def reading_first(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         taken = dict(inputs)
         inputs.clear()  # what is written from here on is not seen
         return compute_loss(self, model, taken)
 
-    return loss
-
-
-def of_detached(compute_loss: Any) -> Any:
-    """TRL's loss, in a version that takes the ratio from old log-probabilities without gradient."""
-
-    def loss(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return compute_loss(self, model, inputs | {"old_per_token_logps": inputs["old_per_token_logps"].detach()})
-
-    return loss
-
-
-def test_a_trl_that_reads_the_old_log_probs_first_trains_right(make, monkeypatch):
     trainer = make(kl_bound=0.01)
     inputs = rollout(trainer)[0]
     move(trainer.model, 0.05)
     expected, expected_gradients = loss_and_gradients(trainer, dict(inputs))
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", reading_first(GRPOTrainer._compute_loss))
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", reading_first)
     loss, gradients = loss_and_gradients(trainer, dict(inputs))
     assert loss == expected
     tiny.assert_same_gradients(gradients, expected_gradients, 0)
 
 
 def test_a_trl_that_does_not_use_the_step_is_stopped_before_the_update(make, monkeypatch):
+    """Which takes the ratio from old log-probabilities without gradient."""
+    compute_loss = GRPOTrainer._compute_loss
+
+    def of_detached(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return compute_loss(self, model, inputs | {"old_per_token_logps": inputs["old_per_token_logps"].detach()})
+
     trainer = make(kl_bound=0.01, max_steps=4)
     before = tiny.parameters(trainer.model)
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", of_detached(GRPOTrainer._compute_loss))
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", of_detached)
     with pytest.raises(RuntimeError, match="loss did not use the ratio of the trust region"):
         trainer.train()
     assert not tiny.changed(before, trainer.model)

@@ -47,11 +47,8 @@ def server(model: Path) -> Iterator[Server]:
         yield started
 
 
-MakeServed = Callable[..., TrollTrainer]
-
-
 @pytest.fixture
-def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> MakeServed:
+def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrollTrainer]:
     """Builds a trainer whose rollouts a server makes."""
 
     def build(server: Server, *, by_file: bool = True, own: Path = model, **settings: Any) -> TrollTrainer:
