@@ -61,9 +61,6 @@ def padded(lists: list[list[int]], length: int) -> torch.Tensor:
     return torch.tensor([row + [0] * (length - len(row)) for row in lists])
 
 
-# The log-probs of the sampled tokens
-
-
 def test_the_sampled_tokens_log_prob_is_found_by_its_id():
     reports = EngineTopLogprobs()
     rows = reports.add([[5, 4], [7]], [[[-0.5, -1.5, -4.0], [-0.1, -3.0]], [[-0.2]]], [[[8, 3, 5], [4, 9]], [[7]]])
@@ -97,9 +94,6 @@ def test_a_token_that_the_engine_does_not_know_has_no_row(entries):
 def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message):
     with pytest.raises(ValueError, match=message):
         EngineTopLogprobs().add([[5, 4]], top_log_probs, top_token_ids)
-
-
-# Where they come from
 
 
 def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
@@ -142,9 +136,6 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
         reporting_rollout_func(lambda prompts, trainer: output, EngineTopLogprobs())(PROMPTS, None)
 
 
-# The policies
-
-
 def test_reports_stay_with_their_tokens_over_tool_calls():
     """TRL joins the turns, with zeros for the tools' tokens, and cuts the last one; in whose numbers: test_recorded."""
     vllm, reports = reporting()
@@ -166,9 +157,6 @@ def test_reports_stay_with_their_tokens_over_tool_calls():
     # A policy that allows the tool's tokens, so that nothing downstream meets a token without a slot.
     assert policy.log_prob[~of_model].isfinite().all()
     assert not rest.used.any() and (rest.tail_log_prob == 0).all()
-
-
-# What is refused
 
 
 def config(tmp_path: Any, **settings: Any) -> TrollConfig:
@@ -244,8 +232,6 @@ def test_the_cap_of_a_colocated_engine_is_raised(mode, cap, number, expected):
     allow_log_probs(vllm, number)
     assert config.max_logprobs == expected
 
-
-# Training
 
 KL_BOUND = 0.02
 

@@ -145,9 +145,6 @@ def owners(samples: list[list[Any]]) -> list[int]:
     return [*range(len(samples)), *(i for i, several in enumerate(samples) for _ in several[1:])]
 
 
-# The rows
-
-
 def test_rows_are_last_conversations_then_earlier_ones_then_fillers(make):
     trainer, rollout = make_one(make)
     rolled_out = tiny.rolled_out(trainer)
@@ -233,9 +230,6 @@ def test_no_earlier_conversations_change_nothing(make):
     assert not all(torch.equal(some[name], value) for name, value in without.items())
 
 
-# What comes with the rows
-
-
 @pytest.mark.parametrize("kl_in_reward", [False, True])
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_estimators_count_all_tokens_of_a_sample(make, estimator, kl_in_reward):
@@ -296,9 +290,6 @@ def test_masks_and_log_probabilities_go_with_their_conversations(make):
         assert set(rolled_out["sampling_per_token_logps"][row][mask].tolist()) == {value}
 
 
-# What is counted
-
-
 def test_metrics_count_all_conversations_and_no_filler(make):
     trainer, rollout = make_one(make)
     tiny.rolled_out(trainer)
@@ -342,9 +333,6 @@ def test_completion_metrics_without_an_end_are_trls():
     metrics = completion_metrics([(3, False), (5, False)])
     assert metrics["completions/mean_length"] == 4.0 and metrics["completions/clipped_ratio"] == 1.0
     assert metrics["completions/max_terminated_length"] == 0.0
-
-
-# Rollout functions
 
 
 def documented() -> dict[str, Any]:
@@ -425,9 +413,6 @@ def test_complete_has_the_log_probabilities_of_an_engine(make, monkeypatch):
     torch.testing.assert_close(sampled, scored, rtol=0, atol=within(1e-4))  # the engine has the trainer's own weights
 
 
-# What is refused
-
-
 PICTURES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 16, "image": [None] * 16})
 
 
@@ -488,9 +473,6 @@ def test_log_probabilities_of_the_last_need_those_of_the_earlier():
     assert read(None, 2, log_probs=True) == [[], []]
     with pytest.raises(ValueError, match=r"earlier\[0\]\[0\] of rollout_func needs logprobs"):
         read([[ONE]], 1, log_probs=True)
-
-
-# Two processes
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])

@@ -131,9 +131,6 @@ def test_whole_run_moves_policy_critic_and_bound(whole):
     assert len({states[step]["bound"].item() for step in (0, 2, 4, 6)}) == 4
 
 
-# Killed
-
-
 @pytest.mark.parametrize(
     "place",
     ["update 4", "checkpoint-4/optimizer.pt", "checkpoint-4/trainer_state.json", f"checkpoint-4/{MARKER}"]
@@ -184,9 +181,6 @@ def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
     assert resumed[1]["lines"] == []
     for rank, result in enumerate(resumed):
         assert_went_on(result, torch.load(tmp_path / f"whole-{rank}.pt"), 2)
-
-
-# Damaged afterwards, and other folders
 
 
 @pytest.fixture
@@ -328,9 +322,6 @@ def test_other_folders_are_no_checkpoints(damaged):
     (damaged / "checkpoint-best").mkdir()
     (damaged / "checkpoint-9").write_text("a file")
     assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
-
-
-# What is done once a checkpoint is complete
 
 
 def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_path, monkeypatch):
