@@ -13,8 +13,6 @@ committed, so the tree stays as it is. An interrupted run goes on where it stopp
 where the file has changed since, and writes `gone` where the line no longer exists.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv

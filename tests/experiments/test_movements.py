@@ -7,12 +7,10 @@ import pytest
 from experiments import movements
 from experiments.rows import read_rows
 
-#: The comparisons with all their runs.
-COMPLETE = ["tce-reach"]
 TINY = ["--iterations", "1", "--episodes", "2", "--eval_episodes", "2", "--num_envs", "2", "--updates", "1"]
 
 
-@pytest.mark.parametrize("recipe", COMPLETE)
+@pytest.mark.parametrize("recipe", movements.RECIPES)
 def test_figure_has_the_mean_of_each_method_and_each_seed(recipe: str) -> None:
     rows = read_rows(movements.result(recipe))
     (axes,) = movements.draw(rows).axes
@@ -25,14 +23,14 @@ def test_figure_has_the_mean_of_each_method_and_each_seed(recipe: str) -> None:
     assert len(axes.lines) == len(movements.METHODS) * (1 + len(movements.SEEDS))
 
 
-@pytest.mark.parametrize("recipe", COMPLETE)
+@pytest.mark.parametrize("recipe", movements.RECIPES)
 def test_page_has_the_table_and_the_figure(recipe: str) -> None:
     page, figure = (movements.DOCS / "episodic.md").read_text(), movements.figure(recipe)
     assert movements.outcome(read_rows(movements.result(recipe))) in page
     assert f"](assets/{figure.name})" in page and figure.is_file()
 
 
-@pytest.mark.parametrize("recipe", COMPLETE)
+@pytest.mark.parametrize("recipe", movements.RECIPES)
 def test_rate_is_the_best_of_the_tuning_seed(recipe: str) -> None:
     rows = read_rows(movements.result(recipe))
     tuned = {(row["method"], row["learning_rate"]): row["success"][-1] for row in rows if row["seed"] == 0}

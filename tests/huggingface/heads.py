@@ -1,7 +1,5 @@
 """Tiny models by their heads, and something to put through them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

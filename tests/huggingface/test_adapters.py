@@ -1,7 +1,5 @@
 """Adapters of weights that several modules share: merged, they give the logits of PEFT's own forward."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The reading inside a model's forward: the model's own numbers, where its weights are gathered, what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """The old policy and the trust region of a Hugging Face model, for loops of one's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

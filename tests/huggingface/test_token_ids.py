@@ -1,7 +1,5 @@
 """Tokens for which a model's embedding has no row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig

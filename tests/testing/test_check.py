@@ -1,7 +1,5 @@
 """The conformance test passes adapters that are right, and names what is wrong with those that are not."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

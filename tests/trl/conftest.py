@@ -1,7 +1,5 @@
 """What every test of the TRL adapter shares: tiny models saved once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ One token at a time: choose the outcomes, find the multiplier by bisection, diff
 function theorem, which is one Newton step with a constant slope.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What either of two processes does for test_distributed, and slowly for test_accelerate: see `tests.trl.worker`."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A stand-in for vLLM on a tiny model: its output format, with weights that are rounded or old, and unknown tokens."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Two processes with gloo on the CPU, as `accelerate launch` starts them with the configurations that are shipped."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A run that is interrupted after half of its updates, and the same run without that."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

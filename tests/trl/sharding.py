@@ -1,7 +1,5 @@
 """What the back ends of accelerate do differently: how a CPU runs them, and where a whole gradient is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

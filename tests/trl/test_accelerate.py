@@ -1,7 +1,5 @@
 """Back ends of accelerate: what is refused or warned about, and, slowly, whole runs from the command line."""
 
-from __future__ import annotations
-
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantage estimators against closed forms on small batches made by hand."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

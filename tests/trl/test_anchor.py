@@ -1,7 +1,5 @@
 """The anchor: an engine's log-probs in TRL's lists, as policies; what is refused; and training around them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Mixtures of experts, vision-language models and reward models train like dense language models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

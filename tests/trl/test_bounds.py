@@ -1,7 +1,5 @@
 """What bounds an update in the trainer: shared multipliers, schedules, controllers and per-token bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Refusals and warnings before training starts."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """TrollConfig: what it accepts, refuses, warns about, and how it is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """TrollTrainer keeps the contract of an adapter: `troll.testing.check_adapter` on a network that is a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollouts of several conversations a sample: which rows they become, what trains on them, and what is counted."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

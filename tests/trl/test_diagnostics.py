@@ -1,7 +1,5 @@
 """Diagnostics in the trainer: when they are due, what they say of full logits, and that they change nothing."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

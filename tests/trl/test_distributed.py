@@ -1,7 +1,5 @@
 """Two processes with gloo on the CPU: the gradients and metrics of one process on the same global batch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advantage estimators in the trainer: what reaches the loss, PPO's critic, and its checkpoints."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

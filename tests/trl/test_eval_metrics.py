@@ -1,7 +1,5 @@
 """The metrics of an evaluation, and the temperature it samples at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

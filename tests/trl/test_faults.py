@@ -1,7 +1,5 @@
 """Runs that die, for real: what is resumed is the last complete checkpoint, bit for bit, and the run says which."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Generation in chunks: the same completions as in one call, from fewer sequences at a time."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

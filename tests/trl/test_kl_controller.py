@@ -1,7 +1,5 @@
 """β of a KL penalty: PPO's rule, what it goes by, and that a resumed run has the same."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

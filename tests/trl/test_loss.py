@@ -1,7 +1,5 @@
 """The loss and its gradient: GRPOTrainer's where the bound is out of reach, a dense float64 one where it is not."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Settings that arrive as a dictionary."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

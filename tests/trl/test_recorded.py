@@ -1,7 +1,5 @@
 """The reader of vLLM's log-probabilities in TRL's lists, on what a real vLLM reported of a tiny model."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups with equal rewards sampled again: which are kept, what is made of them, and what the log says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts of an older policy: what sampled them, what the old policy is, and how a run goes on."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The seam: what is said of a TRL that does not fit, and how much of it we touch."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Each by itself is tested in `surrogates/`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

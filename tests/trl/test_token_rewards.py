@@ -1,7 +1,5 @@
 """Rewards that speak of tokens: from what they say to the advantages, the gradient, the log and κ."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TrollTrainer in training: what it trains, logs, warns about, saves and refuses."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Truncated sampling: ratio, trust region and pull on the tokens that the sampler kept, against dense float64."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Completions that a grader could not judge take no part in a rollout, even if other rewards score them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import compress, pairwise

@@ -1,7 +1,5 @@
 """What the critic is made of: which weights it has, which it trains, and for which policies there is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of real configurations, a character tokenizer and a data set, all made in code."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

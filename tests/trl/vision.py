@@ -1,7 +1,5 @@
 """Tiny vision-language models, their processors and a data set of images, all made in code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 To start two processes takes longer than most of what is tested in them, so they do all that a back end is tested for.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The kernel's sum of a divergence, term by term."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@
 It goes on sampling until the records show what a reader has to cope with.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -3,8 +3,6 @@
 `records.json` is made by `python -m tests.vllm.record` (`make vllm-setup`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """vLLM's server for tests, and TRL's client of it with another hand-over of weights: TRL's own needs NCCL, so a GPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 Slow: an engine compiles for a minute. `make test-vllm` runs these in an environment with vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `python -m tests.vllm.worker JOB.json RESULT.json`. One engine a process: vLLM's state is global.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

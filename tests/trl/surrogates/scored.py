@@ -1,7 +1,5 @@
 """Scored tokens from full logits, in float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each surrogate against its formula on all outcomes in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each surrogate that drops tokens, on closed forms; some of the masks in a trainer: test_surrogates.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
