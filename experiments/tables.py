@@ -311,7 +311,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def percent(share: float) -> str:
     """A share in per cent, without the sign."""
-    return f"{100 * share:.1f}"
+    return f"{100 * share:.1f}".replace("-", "−")
 
 
 def points(share: float) -> str:
