@@ -31,6 +31,7 @@ F = "def f(x):\n    return x + 1\n"
         (" \n\t\n", None),
         ("```python\n```", None),
         ("```json\n{}\n```", None),
+        ("x" * MAX_PROGRAM, "x" * MAX_PROGRAM),
         ("x" * (MAX_PROGRAM + 1), None),
     ],
 )

@@ -15,7 +15,7 @@ from tests.tolerance import within
 from troll import Logits, PackedPolicy, TrustRegionStep, capture, trust_region_step
 from troll.testing import IGNORED, METRICS, Case, Update, make_case
 from troll.testing import check_adapter as check
-from troll.testing.reference import mistakes, reference, tolerance_of
+from troll.testing.reference import errors_of, mistakes, reference, tolerance_of
 
 SEQUENCE_MEAN = {"aggregation": "sequence_mean", "max_length": None}
 
@@ -245,3 +245,9 @@ def test_the_core_does_not_import_it() -> None:
     probe = "import sys, troll; assert 'troll.testing' not in sys.modules; import troll.testing; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert not {"pytest", "transformers", "trl"} & set(result.stdout.split())
+
+
+def test_errors_of_an_update_that_should_be_zero_are_absolute():
+    case = make_case("packed", torch.float32)
+    zero = dataclasses.replace(reference(case, SEQUENCE_MEAN), loss=0.0, gradient=torch.zeros(2, 2), size=0.0)
+    assert errors_of(Update(0.5, torch.full((2, 2), 0.25), {}), zero) == (0.5, 0.25)
