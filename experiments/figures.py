@@ -192,7 +192,7 @@ def draw_contrasts(data: Data) -> Figure:
     reach = 1.08 * max(2 * margin, *ends)
     axes.set_xlim(-reach, reach)
     gap = "\N{EM SPACE}" * 2  # browsers show several plain spaces as one
-    axes.set_xlabel(f"← {base} is worse{gap}points of held-out success{gap}{base} is better →")
+    axes.set_xlabel(f"← worse{gap}{base}, points of held-out success{gap}better →")
     return figure
 
 

@@ -137,7 +137,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
             panels = [(each.title, [*each.methods.values()]) for each in contests.values()]
             return _block(key, [_figure("second-robustness", figures.rates(panels), pages)])
         if key == "figure second-contrasts":
-            drawing = figures.contrasts("the pull everywhere", tables.second_differences(contests.values()))
+            drawing = figures.contrasts(second.METHODS[second.NEW].name, tables.second_differences(contests.values()))
             return _block(key, [_figure("second-contrasts", drawing, pages)])
         if kind == "figure" and name:
             return _block(key, [_figure(name, figures.seeds(explored.get(name, [])), pages)])
