@@ -207,6 +207,11 @@ class Section:
         """What follows the regime's name, or one of its numbers, where it is interim."""
         return " (interim)" if self.interim else ""
 
+    @property
+    def title(self) -> str:
+        """The regime's name with the mark, since a figure may be seen without the page."""
+        return REGIMES.get(self.regime, self.regime) + self.mark
+
     def _has_all_runs_at(self, rates: Iterable[float]) -> bool:
         return {method.surrogate for method in self.methods} == METHODS.keys() and all(
             len(method.runs.get(rate, ())) >= SEEDS for rate in rates for method in self.methods

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments import figures, second, second_analysis, tables
-from experiments.analysis import Method, Section, exploratory_sections, primary_sections
+from experiments.analysis import Section, exploratory_sections, primary_sections
 from experiments.protocol import METHODS, REGIMES
 from experiments.second_analysis import Contest
 from experiments.table import Result, read_csv
 from troll.files import read_json, write_atomically
-from troll.runs.statistics import SeedMean, paired_difference, seed_mean
+from troll.runs.statistics import paired_difference, seed_mean
 
 #: The templates: a page of `docs/` each, by the same name.
 TEMPLATES = Path(__file__).with_name("pages")
@@ -117,6 +117,19 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
 
+    drawings: dict[str, Callable[[], figures.Drawing]] = {
+        "robustness": lambda: figures.rates([(each.title, each.methods) for each in sections]),
+        "contrasts": lambda: figures.contrasts(
+            "TROLL", [(s.title, one.second.label, one.estimate) for s in sections for one in s.contrasts]
+        ),
+        "second-robustness": lambda: figures.rates(
+            [(each.title, [*each.methods.values()]) for each in contests.values()]
+        ),
+        "second-contrasts": lambda: figures.contrasts(
+            second.METHODS[second.NEW].name, tables.second_differences(contests.values())
+        ),
+    }
+
     def fill(found: re.Match[str]) -> str:
         key = " ".join(found[1].split())
         kind, _, name = key.partition(" ")
@@ -129,18 +142,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
             return _block(key, [tables.second_runs(contests[name]), tables.second_tuning(name, rows.get(name, ()))])
         if kind == "kept" and name in REGIMES:
             return _block(key, [tables.kept(primary[name])])
-        if key == "figure robustness":
-            return _block(key, [_figure("robustness", figures.rates(list(map(_panel, sections))), pages)])
-        if key == "figure contrasts":
-            return _block(key, [_figure("contrasts", figures.contrasts("TROLL", _contrasts(sections)), pages)])
-        if key == "figure second-robustness":
-            panels = [(each.title, [*each.methods.values()]) for each in contests.values()]
-            return _block(key, [_figure("second-robustness", figures.rates(panels), pages)])
-        if key == "figure second-contrasts":
-            drawing = figures.contrasts(second.METHODS[second.NEW].name, tables.second_differences(contests.values()))
-            return _block(key, [_figure("second-contrasts", drawing, pages)])
         if kind == "figure" and name:
-            return _block(key, [_figure(name, figures.seeds(explored.get(name, [])), pages)])
+            drawing = drawings[name]() if name in drawings else figures.seeds(explored.get(name, []))
+            return _block(key, [_figure(name, drawing, pages)])
         if key in blocks:
             return _block(key, blocks[key]())
         if kind in REGIMES:
@@ -161,18 +165,10 @@ def _regime(section: Section, pages: Pages) -> list[str]:
     if not section.methods:
         parts = ["*No counted runs yet.*"]
     else:
-        parts = [f"*{tables.status(section)}*", _figure(section.regime, figures.rates([_panel(section)]), pages)]
+        drawing = figures.rates([(section.title, section.methods)])
+        parts = [f"*{tables.status(section)}*", _figure(section.regime, drawing, pages)]
         parts += [tables.by_rate(section), tables.secondary(section)]
     return parts + ([tables.tuning(section)] if section.tuning else [])
-
-
-def _panel(section: Section) -> tuple[str, Sequence[Method]]:
-    """The regime's name, with a note if runs are missing, since a figure may be seen without the page."""
-    return REGIMES.get(section.regime, section.regime) + section.mark, section.methods
-
-
-def _contrasts(sections: Sequence[Section]) -> list[tuple[str, str, SeedMean | None]]:
-    return [(_panel(each)[0], one.second.label, one.estimate) for each in sections for one in each.contrasts]
 
 
 def _explored(table: str, sections: Sequence[Section], pages: Pages) -> list[str]:

@@ -67,7 +67,7 @@ def explored(section: Section) -> str:
     rows = [
         [
             method.label,
-            *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
+            *_cells(method, section.rates),
             *(_minus(method, base, rate) for rate in section.rates if base),
             *((*_shares(method.every_run)[: len(shares)], *_measures(method)) if one else ()),
         ]
@@ -105,7 +105,7 @@ def by_rate(section: Section) -> str:
     rows = [
         [
             method.label,
-            *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
+            *_cells(method, section.rates),
             success(method.success),
             counts_text(run.learning_rate for run in method.tuned.values()) or NOTHING,
         ]
@@ -197,7 +197,7 @@ def tuning(section: Section) -> str:
     rows = [
         [
             method.label,
-            *(_cell(list(method.runs.get(rate, {}).values())) for rate in TUNING_RATES),
+            *_cells(method, TUNING_RATES),
             percent(method.mean),
             "yes" if method in section.chosen.values() else "",
         ]
@@ -237,10 +237,7 @@ def second_runs(found: Contest) -> str:
             f". A method is best at an end of the planned range, so {' and '.join(map(rate_text, added))} is added"
         )
     head = ["", *map(rate_text, found.rates)]
-    rows = [
-        [method.label, *(_cell(list(method.runs.get(rate, {}).values())) for rate in found.rates)]
-        for method in found.methods.values()
-    ]
+    rows = [[method.label, *_cells(method, found.rates)] for method in found.methods.values()]
     return f"*{found.regime.name}: {status}.*\n\n{table(head, rows)}"
 
 
@@ -342,6 +339,11 @@ def p_value(p: float | None) -> str:
     if p is None:
         return NOTHING
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _cells(method: Method, rates: Sequence[float]) -> list[str]:
+    """`_cell` of a method at each rate."""
+    return [_cell(list(method.runs.get(rate, {}).values())) for rate in rates]
 
 
 def _cell(runs: Sequence[Result]) -> str:
