@@ -39,6 +39,7 @@ OTHERS = (
     "verl_update",
     "engine",
     "truncation",
+    "plan",
 )
 
 
