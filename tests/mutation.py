@@ -1,7 +1,7 @@
 """Plants random mutants in `src/`, one at a time, and writes down which tests kill each.
 
     python -m tests.mutation plant tests/mutation.csv --mutants 100 --seed 0    # draws mutants, and tries them
-    python -m tests.mutation again tests/mutation.csv                           # tries the same mutants once more
+    python -m tests.mutation again tests/mutation.csv                           # tries those that were killed again
 
 A mutant is one change of an operator, a number or a truth value, or one call, update or `raise` that is left out. Texts
 stay as they are, since most of them are messages, and so do annotations. The mutants of a room are drawn evenly from
@@ -9,8 +9,9 @@ all that are possible there, and rooms get their share by lines.
 
 The tests that may kill a mutant are those of its room: first the file that mirrors the mutated one, whose failures are
 all written down, then the rest of the room, up to its first failure. Each mutant is planted in a copy of what is
-committed, so the tree stays as it is. An interrupted run goes on where it stopped. `again` looks for a mutant's line
-where the file has changed since, and writes `gone` where the line no longer exists.
+committed, so the tree stays as it is. An interrupted run goes on where it stopped. `again` tries only the mutants that
+were killed, up to the first failure: it is there to find out whether later tests still kill them. It looks for a
+mutant's line where the file has changed since, and writes `gone` where the line no longer exists.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from io import BytesIO, StringIO
@@ -202,12 +203,13 @@ def tests_of(mutant: Mutant, tree: Path) -> list[list[str]]:
     return [[str(mirror)], [*everything, "-x", "--deselect", str(mirror.relative_to(tree))]]
 
 
-def attempt(mutant: Mutant, tree: Path) -> Mutant:
+def attempt(mutant: Mutant, tree: Path, options: Sequence[str] = ()) -> Mutant:
     """Plants a mutant in a copy of the project, runs the tests, and takes it out again.
 
     Args:
         mutant: The mutant.
         tree: The copy.
+        options: Further options of pytest.
 
     Returns:
         The mutant with its result.
@@ -220,7 +222,7 @@ def attempt(mutant: Mutant, tree: Path) -> Mutant:
     path.write_bytes(changed)
     try:
         for tests in tests_of(mutant, tree):
-            if failed := failures(mutant.room, tests, tree):
+            if failed := failures(mutant.room, [*tests, *options], tree):
                 return replace(mutant, result="killed", killers=" ".join(failed))
     finally:
         path.write_bytes(source)
@@ -278,7 +280,7 @@ def main() -> None:
     elif options.what == "plant":
         mutants = draw(options.mutants, options.seed)
     else:
-        mutants = [replace(mutant, result="", killers="") for mutant in read(options.table)]
+        mutants = [replace(m, result="", killers="") if m.result == "killed" else m for m in read(options.table)]
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "troll"
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
@@ -286,7 +288,7 @@ def main() -> None:
             committed.extractall(tree, filter="data")
         for index in track(range(len(mutants)), description="mutants"):
             if not mutants[index].result:
-                mutants[index] = attempt(mutants[index], tree)
+                mutants[index] = attempt(mutants[index], tree, ["-x"] if options.what == "again" else [])
                 write(unfinished, mutants)
     unfinished.replace(options.table)
     show(mutants)

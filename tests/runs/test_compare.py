@@ -257,6 +257,13 @@ def test_ctrl_c_while_a_process_starts_does_not_lose_it(tmp_path, how, console, 
     assert not left
 
 
+def test_without_matplotlib_the_results_are_there_but_for_the_page(tmp_path, how, console, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert compare(grid(), tmp_path / "all", console, jobs=2) == "finished"
+    assert "50.0 ± 0.0 (2)" in text_of(console)
+    assert 'no page: the report needs matplotlib: pip install "troll-rl[report]"' in text_of(console)
+
+
 def test_square_brackets_are_no_markup(tmp_path: Path, how: dict[str, str], console: Console) -> None:
     folder = tmp_path / "a[b]c[/d]"
     compare(grid(task_options=["{}", '{"prompt": "[/x]"}']), folder, console, jobs=2)

@@ -179,7 +179,9 @@ def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, consol
 
 
 def test_the_last_step_is_logged_for_any_logging_steps(short_run, tmp_path, console):
-    train(recipes.load("quickstart", [*short_run, "--logging_steps", "3"]), console)
+    accumulates = ["--gradient_accumulation_steps", "2", "--steps_per_generation", "4"]
+    train(recipes.load("quickstart", [*short_run, *accumulates, "--logging_steps", "3"]), console)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rollouts"] == 2
     assert [line["step"] for line in lines_of(tmp_path / "run") if "trust_region/kl_before_mean" in line] == [3, 4]
 
 

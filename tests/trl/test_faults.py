@@ -258,6 +258,9 @@ def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path
     check_complete(changed)
     with pytest.raises(ValueError, match=r"the run ended while it was written; resume from .+checkpoint-2$"):
         check_complete(written(tmp_path, 4, complete=False))
+    (tmp_path / "checkpoint-4" / MARKER).write_text('{"complete": tr')  # nothing says that it was complete once
+    with pytest.raises(ValueError, match=r"resume from .+checkpoint-2$"):
+        check_complete(tmp_path / "checkpoint-4")
 
 
 @pytest.mark.parametrize("marker", [{}, {"complete": True}, {"complete": "yes", "files": {}}, {"step": 2}])
