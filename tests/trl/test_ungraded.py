@@ -332,6 +332,8 @@ def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely(r
     said = [str(warning.message) for warning in recwarn]
     assert [each.startswith(text) for each in said] == [True] * 4
     assert [each.rpartition(" ")[2] for each in said] == ["1", "2", "4", "8"]
+    for _ in range(4):  # the only answer is judged, so training goes on
+        roll_out(unscored, [JUDGED, Verdict(None, None, "unscored: no memory")])
 
 
 def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
