@@ -340,3 +340,4 @@ def test_capture_top_takes_an_engine_s_kept_set():
 def test_truncation_refuses_settings_outside_their_ranges(setting, value):
     with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
         Truncation(**{setting: value})
+    Truncation(top_p=1.0, min_p=1.0)
