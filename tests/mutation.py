@@ -131,23 +131,21 @@ def possible_mutants(source: bytes) -> Iterator[tuple[int, int, str]]:
 
 
 def plant(source: bytes, mutant: Mutant) -> bytes | None:
-    """The file with the mutant in it, or `None` where its line no longer exists.
+    """The file with the mutant in it, or `None` where its place no longer exists.
 
     Args:
         source: The file.
-        mutant: The mutant. Where several lines have its text, the nearest to its old place is meant.
+        mutant: The mutant. Of several places with its text, the nearest to the old one is meant.
     """
     lines = source.splitlines(keepends=True)
     same = [number for number, line in enumerate(lines, 1) if line.strip() == mutant.text.encode()]
-    if not same:
-        return None
-    number = min(same, key=lambda number: abs(number - mutant.line))
-    line = lines[number - 1]
-    begin = sum(map(len, lines[: number - 1])) + len(line) - len(line.lstrip()) + mutant.column
-    end = begin + len(mutant.before.encode())
-    return (
-        source[:begin] + mutant.after.encode() + source[end:] if source[begin:end] == mutant.before.encode() else None
-    )
+    before, after = mutant.before.encode(), mutant.after.encode()
+    for number in sorted(same, key=lambda number: abs(number - mutant.line)):
+        line = lines[number - 1]
+        begin = sum(map(len, lines[: number - 1])) + len(line) - len(line.lstrip()) + mutant.column
+        if source.startswith(before, begin):
+            return source[:begin] + after + source[begin + len(before) :]
+    return None
 
 
 def room_of(file: Path) -> str:

@@ -54,6 +54,9 @@ def test_plant_follows_a_line_that_has_moved_and_been_indented() -> None:
     moved = f"if LIMIT:\n    {SOURCE.replace(chr(10), chr(10) + '    ')}"
     assert plant(moved.encode(), mutant) == moved.replace("x + 1", "x - 1").encode()
     assert plant(SOURCE.replace("x + 1", "x + 2").encode(), mutant) is None, "the line is gone"
+    statement = Mutant("core", "core/x.py", 3, 0, "print(", "print(\n        x\n    )", "pass")
+    another = SOURCE.replace("LIMIT:", "print(\n    5\n)\nLIMIT:")  # nearer, but not the same statement
+    assert plant(another.encode(), statement) == another.replace("print(\n        x\n    )", "pass").encode()
 
 
 def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:
