@@ -1,4 +1,4 @@
-"""Updates of the policy over movements, and of a critic of single steps, from rollouts."""
+"""Updates, from rollouts, of the policy that chooses movements and of the critic that judges single steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Critic(nn.Module):
         self.register_buffer("scale", torch.zeros((), dtype=torch.float64))
 
     def set_units(self, rewards: Tensor) -> None:
-        """Sets the units, once: mean and spread of the rewards to go in the first rollout, from its rewards (B, T)."""
+        """Fixes the units at the first call: the mean and the spread of the rewards-to-go of these (B, T) rewards."""
         if self.scale == 0:
             left = rewards.flip(-1).cumsum(-1)
             self.offset.copy_(left.mean())

@@ -338,6 +338,6 @@ def entropy_terms(raw, in_tail, k, OUTCOMES: tl.constexpr):
 
 @triton.jit
 def floored(log_probs, present):
-    """`probabilities.floored` of log-probabilities. Absent outcomes get some finite number, and NaN spreads to all."""
+    """Computes `probabilities.floored`. Absent outcomes get any finite number; one NaN makes all outcomes NaN."""
     raised = tl.where(log_probs < LOG_FLOOR, LOG_FLOOR, log_probs)
     return raised - tl.log(tl.sum(tl.where(present, tl.exp(raised), 0.0)))
