@@ -25,15 +25,19 @@ def status(section: Section) -> str:
     """A sentence on how complete a primary regime is. Added rates are added for all methods."""
     untuned = [METHODS[name] for name in BOUNDS if name not in section.chosen]
     notes = [f" The bounds of {', '.join(untuned)} were not chosen by complete tuning runs."] if untuned else []
-    if added := sorted(section.added_rates):
-        rates = " and ".join(map(rate_text, added))
-        notes.append(f" A method is best at an end of the planned range, so {rates} was added for all.")
+    notes += _added(section.added_rates)
     if not section.interim:
         return f"All {section.size} counted runs.{''.join(notes)}"
     total = SEEDS * len(METHODS) * len(section.planned_rates)
     seeds = section.seeds if {method.surrogate for method in section.methods} == METHODS.keys() else 0
     compared = f"{seeds} of {SEEDS} seeds can be compared for all methods."
     return f"Interim: {section.size} of {total} counted runs; {compared}{''.join(notes)}"
+
+
+def _added(rates: set[float]) -> list[str]:
+    """A sentence on the rates that were added; none if there are none."""
+    text = " and ".join(map(rate_text, sorted(rates)))
+    return [f" A method is best at an end of the planned range, so {text} was added for all."] if rates else []
 
 
 def contrasts(sections: Sequence[Section]) -> str:
@@ -232,13 +236,10 @@ def second_tuning(table_name: str, rows: Sequence[Result]) -> str:
 def second_runs(found: Contest) -> str:
     """Success of each method of the second part at each rate, in the counted runs of a regime."""
     status = f"{found.size} of {found.planned} counted runs" + ("" if found.complete else "; interim")
-    if added := sorted(found.added_rates):
-        status += (
-            f". A method is best at an end of the planned range, so {' and '.join(map(rate_text, added))} is added"
-        )
+    notes = "".join(_added(found.added_rates))
     head = ["", *map(rate_text, found.rates)]
     rows = [[method.label, *_cells(method, found.rates)] for method in found.methods.values()]
-    return f"*{found.regime.name}: {status}.*\n\n{table(head, rows)}"
+    return f"*{found.regime.name}: {status}.{notes}*\n\n{table(head, rows)}"
 
 
 def second_differences(contests: Iterable[Contest]) -> list[tuple[str, str, SeedMean | None]]:
