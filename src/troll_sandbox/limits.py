@@ -62,9 +62,9 @@ class Outcome:
         reason: "passed", or the reason of the failure in a few words: "wrong answer", "raised ValueError: ...", "time
             limit", "memory limit", "output limit", "exit status 3", ... Always `printable`.
         cpu_seconds: CPU time of the test, of all its threads, as the kernel counts it outside the program. Tests by
-            calls share a process: each has an equal share of all that it used, its start included. None where it was
-            not measured: in a test that did not run or that reads standard input and was killed, with gVisor, and on a
-            server. Outcomes that differ only in this are equal.
+            calls share a process: each has an equal share of all that it used, its start included. None if it was not
+            measured: the test did not run, a test by standard input was killed, or the sandbox is gVisor or a server.
+            Outcomes that differ only in this are equal.
     """
 
     passed: bool

@@ -171,6 +171,17 @@ def test_time_saved_leaves_a_completion_unscored_if_it_or_its_reference_cannot_b
     assert paid(reward, programs, TWO, timed(0.5, 0.5, rest="broken")) == [None, 0.0]
 
 
+def test_time_saved_ignores_a_failure_of_the_reference_next_to_a_pass() -> None:
+    class OverOnce(Timed):
+        def __call__(self, program: str, *arguments: Any, **options: Any) -> list[Outcome]:
+            outcomes = super().__call__(program, *arguments, **options)
+            over = program.startswith("# 0.5") and self.programs.count(program) == 1
+            return [Outcome(False, "time limit", 0.01), outcomes[1]] if over else outcomes
+
+    reward = time_saved(CodeGrader(sandbox=OverOnce(), workers=1), resolution=0.1, runs=2)
+    assert paid(reward, [timed(0.2, 0.2)], TWO, timed(0.5, 0.4)) == pytest.approx([0.5], abs=1e-12)
+
+
 def test_time_saved_names_mistakes_of_its_user() -> None:
     grader = CodeGrader(sandbox=Timed(), workers=1)
     with pytest.raises(ValueError, match="runs must be at least 1, got 0"):

@@ -166,7 +166,16 @@ def test_eurus_code_has_streams_and_calls(hub):
 
 
 @pytest.mark.parametrize(
-    "truth", ["[]", "{}", '{"inputs": [], "outputs": []}', "x", '{"inputs": 3, "outputs": 3}', " "]
+    "truth",
+    [
+        "[]",
+        "{}",
+        '{"inputs": [], "outputs": []}',
+        '{"inputs": [], "outputs": ["1"], "fn_name": "f"}',
+        "x",
+        '{"inputs": 3, "outputs": 3}',
+        " ",
+    ],
 )
 def test_a_row_of_eurus_without_tests_is_named(write, truth):
     good = json.dumps({"inputs": ["1"], "outputs": ["1"]})
@@ -231,7 +240,7 @@ def test_plain_tests_option_overrides_statements_and_needs_of_tests(write):
     ]:
         rows = with_tests(write, tests, **option).train_dataset["tests"]
         assert [json.loads(each).get("plain", False) for each in rows] == plain, option
-    with pytest.warns(UserWarning, match=r"row 1 .*cannot be passed from outside .*\(they say so\)"):
+    with pytest.warns(UserWarning, match=r"row 1 .*cannot be passed from outside .*\(their field \"plain\" is true\)"):
         with_tests(write, tests[1:2], plain_tests="never")
 
 

@@ -23,6 +23,8 @@ def test_sizes_and_no_prompt_in_common():
     everything = load_task(TaskConfig(task="free_text", eval_size=100_000))
     train, held_out = everything.train_dataset["prompt"], everything.eval_dataset["prompt"]
     assert not set(train) & set(held_out)
+    assert everything.train_dataset["prompt"][:40] == task.train_dataset["prompt"]
+    assert set(held_out) == task.held_out_questions
     assert len(set(train)) == len(train)
 
 

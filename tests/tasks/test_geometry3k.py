@@ -18,6 +18,10 @@ def test_rows_become_prompts_with_their_images(tmp_path):
     task = load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
     # The same text with another answer is about another diagram.
     assert task.train_dataset["answer"] == ["3", r"2 \sqrt { 2 }"]
+    write(tmp_path, "test", ["<image>Find z.", "<image>Find x."], ["1", "4"])
+    fewer = load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path), eval_size=1), conversational=True)
+    assert fewer.eval_dataset["answer"] == ["1"]
+    assert fewer.train_dataset["answer"] == ["3", r"2 \sqrt { 2 }"]
     row = task.train_dataset[1]
     (message,) = row["prompt"]
     assert message["role"] == "user"

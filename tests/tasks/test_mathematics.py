@@ -155,7 +155,14 @@ def test_gold_answers_of_solutions():
         (r"$\boxed \pi$", r"\pi"),
     ):
         assert boxed_or_whole(solution) == answer
-    for solution in (r"so \boxed{3", r"\boxed 3.5", r"\boxed\frac{1}{2}", r"\boxed{1}, or \boxed 12"):
+    open_boxes = [
+        r"so \boxed{3",
+        r"\boxed{3} so \boxed{4",
+        r"\boxed 3.5",
+        r"\boxed\frac{1}{2}",
+        r"\boxed{1}, or \boxed 12",
+    ]
+    for solution in open_boxes:
         with pytest.raises(ValueError, match="its last box is empty or open"):
             boxed_or_whole(solution)
     for solution in ("It is 2.\n2", "2 #### 2", "2" * 201):

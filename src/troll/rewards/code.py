@@ -45,7 +45,8 @@ class CodeGrader(Grader):
 
     A failure of the machine (no memory, no process, no server) is never a verdict. The affected programs run again
     after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that in all this time gets too
-    little CPU time to finish counts as over its time limit: `while True` in a program must not end a training run.
+    little CPU time to finish counts as over its time limit: `while True` in a program must not end a training run. One
+    that is killed four times in tests of its functions fails.
 
     A grader can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 

@@ -54,7 +54,7 @@ def parse_tests(text: str) -> Tests:
     return _parsed_tests(text)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)  # the prompts of a rollout's batch; the tests of one may take megabytes
 def _parsed_tests(text: str) -> Tests:
     try:
         case = read_json(text)

@@ -114,11 +114,11 @@ class _Running:
     def example(self, row: Row, example: Example) -> Example:
         """Returns the example with the options applied to its tests, and notes warnings."""
         text = example.columns["tests"]
-        tests, said = parse_tests(text), read_json(text)
-        settings = self._settings(row, tests, said)
+        tests, fields = parse_tests(text), read_json(text)
+        settings = self._settings(row, tests, fields)
         if all(getattr(tests, name) == value for name, value in settings.items()):
             return example
-        return replace(example, columns={**example.columns, "tests": write_json(said | settings)})
+        return replace(example, columns={**example.columns, "tests": write_json(fields | settings)})
 
     def warn(self) -> None:
         """Gives each noted warning once."""
@@ -126,20 +126,23 @@ class _Running:
             rows = f"{len(places)} rows" if len(places) > 1 else "1 row"
             warnings.warn(f"the tests of {rows}, the first {places[0]}, {problem}", stacklevel=4)
 
-    def _settings(self, row: Row, tests: Tests, said: dict[str, Any]) -> dict[str, Any]:
+    def _settings(self, row: Row, tests: Tests, fields: dict[str, Any]) -> dict[str, Any]:
         if isinstance(tests, StreamTests):
-            return {"compare": said.get("compare", self._compare)}
+            return {"compare": fields.get("compare", self._compare)}
         if isinstance(tests, CodeTests):
             for name in borrowed_packages(tests):
                 self._noted[_BORROWED.format(name=name, import_=PACKAGES[name])].append(row.place)
         if self._on_server:
             self._noted[_IS_PLAIN].append(row.place)
             return {}
-        return {"plain": self._runs_plain(row, tests, said.get("plain"))} if isinstance(tests, CodeTests) else {}
+        return {"plain": self._runs_plain(row, tests, fields.get("plain"))} if isinstance(tests, CodeTests) else {}
 
-    def _runs_plain(self, row: Row, tests: CodeTests, said: bool | None) -> bool:
-        needs = needs_plain(tests) if said is None else ["they say so"] * said
-        plain = {"stated": bool(said), "needed": bool(needs), "always": True, "never": False}[self._plain]
+    def _runs_plain(self, row: Row, tests: CodeTests, stated: bool | None) -> bool:
+        if stated is None:
+            needs = needs_plain(tests)
+        else:
+            needs = ['their field "plain" is true'] if stated else []
+        plain = {"stated": bool(stated), "needed": bool(needs), "always": True, "never": False}[self._plain]
         if plain:
             self._noted[_IS_PLAIN].append(row.place)
         elif needs:
@@ -220,7 +223,7 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
         question, text = without(row.text("prompt"), _EURUS), row.text("tests")
         try:
             tests = eurus_tests(read_json(text))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error!r:.80}") from error
         return Example(question, {"tests": _checked(row, "tests", tests)})
 

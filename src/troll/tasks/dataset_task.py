@@ -17,7 +17,7 @@ from troll.tasks.rows import Column, Row, Rows
 from troll.tasks.splits import Divide, Source, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
-# Of rows with megabytes of tests, Arrow's 32-bit offsets hold a few thousand.
+# Arrow's 32-bit offsets allow 2 GiB of text in a column: a few thousand rows, if their tests are long.
 _ROWS_AT_ONCE = 4096
 
 

@@ -52,13 +52,15 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     style = Style(options.whole("words", Style.words), options.whole("tolerance", Style.tolerance, least=0))
     prompt_words = options.whole("prompt_words", DEFAULT_PROMPT_WORDS)
     options.finish()
-    held_out = _beginnings(paragraphs("eval"), prompt_words)[: config.eval_size]
+    held_out = _beginnings(paragraphs("eval"), prompt_words)
+    # All held-out prompts, not only those that are evaluated: a larger eval_size must not find training prompts.
     not_learned = set(held_out)
     train = [prompt for prompt in _beginnings(paragraphs("train"), prompt_words) if prompt not in not_learned]
     return Task(
         name=config.task,
         train_dataset=Dataset.from_dict({"prompt": train[: config.train_size]}),
-        eval_dataset=Dataset.from_dict({"prompt": held_out}),
+        eval_dataset=Dataset.from_dict({"prompt": held_out[: config.eval_size]}),
+        held_out_questions=not_learned,
         reward_funcs=_rewards(style),
     )
 

@@ -9,7 +9,7 @@ from troll.rewards.answers import INSTRUCTIONS
 from troll.rewards.mathematics import MathGrader
 from troll.tasks.mathematics import check_math_verify
 from troll.tasks.options import Options
-from troll.tasks.registry import Task, TaskConfig, register_task
+from troll.tasks.registry import Task, TaskConfig, register_task, spaced_once
 from troll.tasks.rows import Column, Rows
 from troll.tasks.splits import Source, read_splits
 
@@ -35,11 +35,13 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     columns = options.columns(_COLUMNS)
     options.finish()
     train, test = read_splits(config, Source("hiyouga/geometry3k"))
-    held_out, asked = _to_prompts(test.head(config.eval_size), columns)
+    held_out, asked = _to_prompts(test, columns)
     return Task(
         name=config.task,
         train_dataset=_to_prompts(train.head(config.train_size), columns, exclude=asked)[0],
-        eval_dataset=held_out,
+        # The other held-out rows are not trained on either: a larger eval_size must not find training rows.
+        eval_dataset=held_out.select(range(len(held_out))[: config.eval_size]),
+        held_out_questions={spaced_once(prompt) for prompt in held_out["prompt"]},
         reward_funcs=[MathGrader()],
     )
 

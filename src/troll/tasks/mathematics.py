@@ -19,7 +19,6 @@ _TEMPLATE = "{question}\n{instruction}"
 
 # Without braces, TeX takes one token: more text after it would mean that the answer is cut short.
 _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!?]*(?:[\s$)}]|\\[\])]|$))")
-_OPEN_BOX = re.compile(r"\\boxed(?![A-Za-z])(?!\s*\{)")
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
@@ -140,7 +139,7 @@ def boxed_or_whole(text: str) -> str:
         return text
     text = _BARE_BOX.sub(r"\\boxed{\1}", text)
     answer = final_answer(text, "boxed")
-    if answer is None or _OPEN_BOX.match(text, text.rfind(r"\boxed")):
+    if answer is None or final_answer(text[text.rfind(r"\boxed") :], "boxed") is None:
         raise ValueError(f"its last box is empty or open, {text[-60:]!r}")
     return answer
 

@@ -74,7 +74,7 @@ def _local(config: TaskConfig, source: Source, divide: Divide | None) -> tuple[R
         parts = divide(rows.dataset) if divide is not None else None
         if parts is not None:
             return rows.select(parts[0]), rows.select(parts[1], "test")
-        return _hold_out(rows, config.eval_size)
+        return _hold_out(_only(rows, source), config.eval_size)
     test = _read(_one_file(path, "test"), "test")
     evaluates = source.train is None or not _files(path, "train")
     return test.select([], "train") if evaluates else _read(_one_file(path, "train"), "train"), test

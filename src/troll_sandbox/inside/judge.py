@@ -69,6 +69,7 @@ class Tests:
         except BaseException as error:
             if not self._peer.closed:
                 return _reason(error)[:_REASON_LENGTH]
+        # This is `function_calls.ENDED`, which the caller replaces by the cause.
         return "exited before the tests ended" if self._peer.closed else None
 
     def _prepare(self) -> None:

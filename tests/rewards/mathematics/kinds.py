@@ -222,6 +222,7 @@ WRONG = {
         r"18\text{ hundred}", r"18\text{ dozen}", r"18\text{ million dollars}", r"18\text{ half}",
         r"18\text{ twenty-one}", r"18\text{ fifths}", r"18\text{ or so}", r"18\text{, not more}", "18}20{", "18}{20",
         r"\$18 \text{ million}", r"18\mathrm{ twenty}", r"18\mbox{ hundred}", "18 thousand", "18 fifths", "18 dozen",
+        "18 doubled", "18 tripled", r"18 \text{ tens}", r"18 \text{ gross}", r"18 \text{ to the tenth power}",
         "18million", "18 pi", "18 x", "18 i", r"18\mathrm{i}", r"\{18\}", "[18,18]", r"\left\{18\right\}",
         r"\phantom{18}", r"18\hphantom{0}0", "18, 18", r"18\text{, perhaps}",
     ),

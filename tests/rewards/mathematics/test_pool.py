@@ -231,6 +231,9 @@ def test_math_verify_that_cannot_be_imported_is_an_error(pool, monkeypatch, tmp_
     monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.0)
     monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.0)
     assert ask(_QUESTIONS[:2], 2.0) == [Comparison.NOT_STARTED] * 2
+    late = pool_module._Pool(2)  # a process whose first start is late
+    late._processes[0]._imported.set()
+    assert late.compare(_QUESTIONS[:1], 2.0) == [Comparison.NOT_STARTED]
 
 
 #: No process can be started.

@@ -2,8 +2,9 @@ r"""Whether two mathematical answers are the same, within limits that hold every
 
 `notation.py` writes both in one notation. `texts.py` drops units and compares texts that need no parser: `72`, `72.00`,
 `\$72` and `1,000` are compared exactly. `expressions.py` compares the rest, in separate processes (`pool.py`): sympy
-can take for ever, and handles no signal during a long operation on integers. The kernel counts the CPU time of every
-comparison, so a busy machine changes no verdict, and it bounds the memory.
+may never finish, and Python handles no signal during a long operation on integers. The kernel counts the CPU time of
+every comparison, so a busy machine changes no verdict, and it bounds the memory. What runs before, in the training
+process, takes polynomial time for any text.
 
 math-verify's own normalization is not used: it turns `5t` and `3h` into 5 and 3, closes parentheses at the first `)`,
 and makes a comma of "and". Its `verify`, which rounds to six decimals, decides only where no exact comparison applies.

@@ -196,8 +196,8 @@ class _Comparison:
     """Compares the values of two answers.
 
     Args:
-        gold: The gold answer, of which the names of symbols are used.
-        answer: The answer that is compared with it, used likewise.
+        gold: The gold answer. The symbols of both answers decide how their names are matched.
+        answer: The answer that is compared with it.
         positive: Whether symbols stand for positive numbers.
     """
 

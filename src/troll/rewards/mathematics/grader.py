@@ -19,7 +19,7 @@ class MathGrader(Grader):
 
     Args:
         answer_format: How completions mark the final answer: `boxed`, `hash` or `tag`.
-        cpu_seconds: CPU time that the comparison of one answer may take; it is wrong if it takes longer.
+        cpu_seconds: The CPU time in seconds for comparing one answer; an answer that takes longer counts as wrong.
         positive_symbols: Whether symbols stand for positive numbers, as in physics: `\sqrt{x^2}` is then `x`.
 
     Raises:
@@ -102,7 +102,7 @@ def compute_score(
         extra_info: Unused; part of the signature.
         answer_format: How the completion marks its final answer; verl passes it on from
             `custom_reward_function.reward_kwargs`.
-        positive_symbols: Whether symbols stand for positive numbers, likewise.
+        positive_symbols: Whether symbols stand for positive numbers; verl passes it on in the same way.
         **kwargs: Unused; what else verl may pass.
 
     Returns:

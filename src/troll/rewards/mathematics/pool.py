@@ -70,7 +70,8 @@ class _Pool:
     """Processes that wait for questions. Any number of threads may ask; a question occupies one process."""
 
     def __init__(self, size: int):
-        self._processes = [_Process() for _ in range(size)]
+        imported = threading.Event()  # math-verify can be imported: a process of the pool did
+        self._processes = [_Process(imported) for _ in range(size)]
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         for process in self._processes:
             self._idle.put(process)
@@ -144,10 +145,10 @@ def _wait(processes: Iterable[_Process]) -> tuple[list[_Process], list[_Process]
 class _Process:
     """One process (see `worker.py`), started at its first question and again whenever it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: threading.Event) -> None:
+        self._imported = imported
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
-        self._was_ever_ready = False
         self._fails_since: float | None = None
         self.start_at = 0.0  # of the monotonic clock: when to try to start it again
         self._question: tuple[tuple[str, str], float, bool] | None = None
@@ -180,7 +181,8 @@ class _Process:
             return self._ended()
         number, code = worker.VERDICT.unpack(record)
         if number == worker.READY:
-            self._is_ready, self._was_ever_ready, self._fails_since = True, True, None
+            self._imported.set()
+            self._is_ready, self._fails_since = True, None
         if number != self._number:
             return None
         self._question = None
@@ -247,7 +249,7 @@ class _Process:
         status = self.stop()
         if was_ready and self._attempts >= _ATTEMPTS:
             return Comparison.KILLED
-        if status == worker.CANNOT_IMPORT and not self._was_ever_ready:
+        if status == worker.CANNOT_IMPORT and not self._imported.is_set():
             raise RuntimeError(
                 f"math-verify is installed but cannot be imported; {sys.executable} -c 'import math_verify' may say why"
             )

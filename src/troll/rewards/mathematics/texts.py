@@ -41,14 +41,15 @@ _KNOWN_WORD = re.compile(
     r"(?:hour|minute|second|day|week|month|year|meter|metre|inche|feet|foot|mile|yard|liter|litre|gallon|gram|pound|degree"
     r"|dollar|cent|euro|unit|point|student|women|apple|coin|tile|edge|acre|rupee|square|radian)s?"
 )
-_EXACT = r"\\(?:frac|sqrt|pi|cdot|times|binom)(?![A-Za-z])|\^\{-?\d+\}|\{-|[\d.,{}/*!\[\] ]"
-_PURE = rf"[+-]?(?:{_EXACT}|\((?:{_EXACT}|[-+])*\))*(?<=[\d.)}}!\]i])(?:\\%)?"
+# No text may match in two ways: repeated, that would take exponential time. So `{-` is named only where `-` is not.
+_EXACT = r"\\(?:frac|sqrt|pi|cdot|times|binom)(?![A-Za-z])|\^\{-?\d+\}|[\d.,{}/*!\[\] ]"
+_PURE = rf"[+-]?(?:{_EXACT}|\{{-|\((?:{_EXACT}|[-+])*\))*(?<=[\d.)}}!\]i])(?:\\%)?"
 _UNIT_TEXT = r"\\text\{(?:[^{}\d^,?]|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
 _UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥₹¢])"
 _QUANTITY = re.compile(
     rf"((?:[^=<>]*=)? *{_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
 )
-_NAMED_UNIT = re.compile(rf"(?:\^\{{\\circ\}})?(?: *(?:/|\\cdot)? *{_UNIT_TEXT}(?:\^\{{-?\d\}})?)+$")
+_NAMED_UNIT = re.compile(rf"(?:\^\{{\\circ\}})?(?: *(?:(?:/|\\cdot) *)?{_UNIT_TEXT}(?:\^\{{-?\d\}})?)+$")
 _IS_PURE = re.compile(rf"(?:[^=<>]*=)?(?:{_EXACT}|[-+()]|\\%)*")
 _TIME = re.compile(r"0?(\d{1,2}:\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.ASCII)
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
@@ -72,7 +73,7 @@ _ARITHMETIC = re.compile(
     r"\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|dozen)s?|lakh|crore|twice|halves"
     r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth)s"
-    r"|plus|minus|divided|multiplied)\b(?!-)|^\W*(?:half|squared|cubed|factorial)\b",
+    r"|tens|gross|doubled|tripled|powers?|plus|minus|divided|multiplied)\b(?!-)|^\W*(?:half|squared|cubed|factorial)\b",
     re.IGNORECASE,
 )
 
