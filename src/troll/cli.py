@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare.set_defaults(run=_compare)
     _add_eval(commands.add_parser("eval", help="evaluate a model on tasks"))
     _add_tasks(commands.add_parser("tasks", help="list the tasks, or check the answers of one"))
-    report = commands.add_parser("report", help="write the page about a run anew, or about several runs together")
+    report = commands.add_parser("report", help="write the page about a run again, or one about several runs")
     report.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="a folder of troll train or troll compare")
     report.add_argument(
         "--output_dir",

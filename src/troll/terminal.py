@@ -13,7 +13,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # `one_line` is for packages that do without it
+if TYPE_CHECKING:  # rich is not installed everywhere that `one_line` is used
     from rich.console import Console
 
 T = TypeVar("T")

@@ -115,3 +115,11 @@ def test_tasks_that_cannot_be_evaluated(monkeypatch: pytest.MonkeyPatch, tokeniz
         load_problems(task(monkeypatch, [success]), tokenizer, {})
     with pytest.raises(TaskError, match="unknown task"):
         load_problems(TaskConfig(task="nonsense"), tokenizer, {})
+
+
+def test_a_reward_that_needs_more_than_texts_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    def success(completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
+        return []
+
+    with pytest.raises(EvaluationError, match=r"missing a required argument: 'completion_ids'.*columns answer: give"):
+        load_problems(task(monkeypatch, [success], answer=["1", "2"]), tokenizer, {})

@@ -235,13 +235,34 @@ def test_tables(folder: Path) -> None:
     lines = markdown(comparison).splitlines()
     assert lines[2:5] == [
         "|  | troll | clip |",
-        "|---|---|---|",
+        "| --- | --- | --- |",
         "| quickstart kl_bound=0.01 | 65.0 ± 7.1 (2) | 68.0 ± 14.1 (2) |",
     ]
     assert lines[-2].startswith("| quickstart kl_bound=0.01 troll | quickstart clip | −3.0 [−66.5, +60.5] (2) |")
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(console_table(comparison))
     assert "69.0 ± 7.1 (2)" in console.export_text()
+
+
+def test_groups_distinguish_runs_of_which_some_do_not_record_a_setting(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.6) for seed in (0, 1)]
+    runs.append(write_run(tmp_path / "beta", "troll", 0, 0.1, beta=0.04))
+    write_run(tmp_path / "unfinished", "troll", 2, None)
+    groups = Comparison(read_runs([*runs, tmp_path / "unfinished"])).groups
+    found = [(dict(group.row)["beta"], [run.name for run in group.runs], group.planned) for group in groups]
+    assert found == [("default", ["0", "1"], 3), ("0.04", ["beta"], 1)]
+
+
+def test_groups_know_the_settings_that_only_the_manifest_has(tmp_path: Path) -> None:
+    """A comparison that goes on with `--beta 0.0 0.04` keeps the runs that were made without it."""
+    write_run(tmp_path / "old", "troll", 0, 0.6)
+    write_run(tmp_path / "new", "troll", 1, 0.5, beta=0.0)
+    write_run(tmp_path / "other", "troll", 1, 0.1, beta=0.04)
+    runs = {"old": {"beta": 0.0}, "new": {"beta": 0.0}, "other": {"beta": 0.04}}
+    (tmp_path / MANIFEST).write_text(json.dumps({"runs": runs}))
+    groups = Comparison(read_runs([tmp_path])).groups
+    found = [(dict(group.row)["beta"], [run.name for run in group.runs]) for group in groups]
+    assert found == [("0.0", ["old", "new"]), ("0.04", ["other"])]
 
 
 def test_the_files_of_a_comparison(written: Path) -> None:

@@ -23,7 +23,7 @@ SUMMARY: dict[str, Any] = {
     "surrogate_settings": {"kl_bound": 0.05, "tail": "bucket"},
     "steps": 16,
     "updates_per_rollout": 8,
-    "seconds": 70.0,
+    "training_seconds": 70.0,
     "machine": "1 x GPU",
     "success_before": 0.25,
     "success_after": 0.5,
@@ -65,7 +65,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return hub
 
 
-NO_TOKEN = OSError("Token is required\nbut no token was found")
+NO_TOKEN = RuntimeError("Token is required\nbut no token was found")  # those of HTTP libraries are no OSError
 
 
 def pushing(tmp_path: Path, **changed: Any) -> TrollConfig:

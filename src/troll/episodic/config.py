@@ -113,9 +113,14 @@ def recipe_names() -> list[str]:
 def is_recipe(name_or_path: str) -> bool:
     """Whether a recipe is one of this package, or a file that names an `environment`."""
     path = Path(name_or_path)
-    return name_or_path in recipe_names() or (
-        path.suffix in (".yaml", ".yml") and path.is_file() and "environment" in read_yaml(path)
-    )
+    if name_or_path in recipe_names():
+        return True
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
+    try:
+        return "environment" in read_yaml(path)
+    except ValueError:
+        return False  # `troll.recipes.load` names the mistake
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
@@ -131,13 +136,13 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
             parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_boolean)
         else:
             parser.add_argument(f"--{field.name}", type={"int": int, "float": float, "str": str}[str(field.type)])
-    given, unknown = parser.parse_known_args(list(overrides))
-    settings = read_yaml(path) | {name: value for name, value in vars(given).items() if value is not None}
-    known = {field.name for field in fields(EpisodicConfig)}
-    for name in [*settings, *(argument.removeprefix("--") for argument in unknown)]:
-        if name not in known:
-            raise ValueError(f"unknown field {name!r}{did_you_mean(name, known)}")
-    return EpisodicConfig(**settings)
+    # The recipe's values take the same way as the command line's: YAML reads 1e-3 as a text.
+    recipe = [f"--{name}={value}" for name, value in read_yaml(path).items()]
+    given, unknown = parser.parse_known_args([*recipe, *overrides])
+    if unknown:
+        name = unknown[0].removeprefix("--").partition("=")[0]
+        raise ValueError(f"unknown field {name!r}{did_you_mean(name, vars(given))}")
+    return EpisodicConfig(**{name: value for name, value in vars(given).items() if value is not None})
 
 
 class _Parser(argparse.ArgumentParser):

@@ -102,7 +102,7 @@ def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: in
         record = _parse(line)
         if record is None or number > len(expected) or (record["problem"], record["sample"]) != expected[number - 1]:
             raise EvaluationError(
-                f"{path}, line {number}: not the record that belongs there; remove the file to generate anew, or "
+                f"{path}, line {number}: not the record that belongs there; remove the file to generate it again, or "
                 f"{_ANOTHER}"
             )
         records.append(record)

@@ -127,7 +127,7 @@ def load_model(source: ModelSource, dtype: str) -> Any:
             model = _with_adapter(source, dtype)
     except SafetensorError as error:
         raise EvaluationError(
-            f"the weights of {source.path} cannot be read, {error}: fetch or save them anew"
+            f"the weights of {source.path} cannot be read, {error}: download or save them again"
         ) from error
     except (OSError, ValueError) as error:
         raise _unloadable(source.path, source.base, error) from error

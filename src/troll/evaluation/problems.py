@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,8 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
 
     Raises:
         troll.tasks.TaskError: If the task cannot be loaded, or the chat template refuses its prompts.
-        EvaluationError: If the task cannot tell success from failure, or has images or a prompt without a token.
+        EvaluationError: If the task cannot tell success from failure, or has images, a prompt without a token, or a
+            reward that needs more than troll eval passes.
     """
     conversational = tokenizer.chat_template is not None
     task = load_task(config, conversational=conversational)
@@ -96,6 +98,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
         raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text only")
     prompts = list(rows["prompt"])
     columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
+    _check_call(reward, columns, task.name)
     texts = prompt_texts(tokenizer, prompts, task.name, template_options)
     # A chat template has written the special tokens already.
     ids = tokenizer(texts, add_special_tokens=not conversational)["input_ids"]
@@ -103,3 +106,13 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
         raise EvaluationError(f"task {task.name!r}: the prompt of problem {empty[0]} has no token")
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in task.files]
     return Problems(task.name, prompts, texts, ids, columns, reward, fingerprint([ids, columns, files]))
+
+
+def _check_call(reward: Callable[..., Any], columns: Mapping[str, Any], task: str) -> None:
+    try:
+        inspect.signature(reward).bind(prompts=[], completions=[], **columns)
+    except TypeError as error:
+        raise EvaluationError(
+            f"task {task!r}: its reward takes other arguments ({error}) than troll eval passes, which are prompts, "
+            f"completions and the data set's columns {', '.join(columns) or '(none)'}: give further ones a default"
+        ) from None

@@ -219,6 +219,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         field = unknown[0].removeprefix("--").split("=")[0]
         raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
 
+    # A grid over the own settings of another surrogate is not open: this surrogate does not read them.
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
     set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _SURROGATE_KWARGS}
     if open_axes := [name for name in grid if name not in set_here]:

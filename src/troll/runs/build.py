@@ -40,7 +40,7 @@ class BuiltRun:
         task: The task to train on.
         others: The other tasks to evaluate on.
         trained_on: The model's prompts, for `task.json`.
-        trainer: The trainer, which logs and saves nothing by itself.
+        trainer: The trainer, without transformers' own progress output.
     """
 
     recipe: Recipe
@@ -205,7 +205,9 @@ def _trainer(
             rollout_func=rollout_func,
         )
     except SafetensorError as error:
-        raise RecipeError(f"the weights of {model_path} cannot be read, {error}: fetch or save them anew") from error
+        raise RecipeError(
+            f"the weights of {model_path} cannot be read, {error}: download or save them again"
+        ) from error
     except OSError as error:
         raise _missing_model(model_path) from error
     except ValueError as error:  # TRL checks some settings only here

@@ -68,7 +68,8 @@ CHARTS = (
         "log",
         {TRUST + "kl_before_mean": "before projection", TRUST + "kl_after_mean": "after"},
         "How far a token's distribution is from the policy that sampled it: the network's own (before) and its "
-        "projection, which the loss uses (after). The first update of a rollout, with almost 0, is below the axis.",
+        "projection, which the loss uses (after). At the first update of a rollout the KL is almost 0, which is below "
+        "the axis.",
         with_bound=True,
     ),
     Chart(

@@ -254,11 +254,11 @@ class _ProgressBars:
 
 def _print_results(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
-        console.print(console_table(read_comparison([folder])))
         try:
+            console.print(console_table(read_comparison([folder])))
             say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:
-            say(console, f"no page: {error}")
+            say(console, f"no comparison: {error}")
     for name in failed:
         log = folder / f"{name}.log"
         say(console, f"failed: {name}; its log is {log} and ends with")

@@ -22,6 +22,9 @@ from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
 _NO_AXIS = _OF_THE_FOLDER | {"seed", "surrogate"}
 
+#: The text for the value of a setting that a run does not record, while another run of its recipe does.
+_DEFAULT = "default"
+
 Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
 
 
@@ -253,7 +256,10 @@ def _belongs(run: Run, row: Row, surrogate: str) -> bool:
     return (
         run.surrogate == surrogate
         and run.recipe == recipe
-        and all(_text(run.settings.get(name)) == value for name, value in settings)
+        and all(
+            _text(run.settings[name]) == value if name in run.settings else value in (_DEFAULT, "null")
+            for name, value in settings
+        )
     )
 
 
@@ -263,21 +269,27 @@ def _rows(runs: Sequence[Run]) -> list[Row]:
     A setting in which runs of one recipe differ counts for runs whose surrogate reads it, or may read it.
     """
     by_some: set[str] = set().union(*(run.settings_read or () for run in runs))
-    own = []
+    own: list[dict[str, str]] = []
+    no_axes: list[set[str]] = []
+    named: dict[str, dict[str, None]] = {}  # the settings that some run of a recipe records
     for run in runs:
         unread = set() if run.settings_read is None else by_some - run.settings_read
         unread |= set(run.summary.get("surrogate_sets", ()))  # the recipe's value was replaced
         unread |= run.settled  # each method has its own value
         # A run's configuration leaves out what is None, which another run may have set.
         settings = {**(run.summary.get("surrogate_settings") or {}), **run.settings}
-        own.append({name: _text(value) for name, value in settings.items() if name not in _NO_AXIS | unread})
+        no_axes.append(_NO_AXIS | unread)
+        own.append({name: _text(value) for name, value in settings.items() if name not in no_axes[-1]})
+        named.setdefault(run.recipe, {}).update(dict.fromkeys(own[-1]))
+    for run, settings, left_out in zip(runs, own, no_axes, strict=True):
+        settings |= dict.fromkeys(named[run.recipe].keys() - settings.keys() - left_out, _DEFAULT)
     values: dict[tuple[str, str], set[str]] = {}
     for run, settings in zip(runs, own, strict=True):
         for name, value in settings.items():
             values.setdefault((run.recipe, name), set()).add(value)
     axes = {name for (_, name), seen in values.items() if len(seen) > 1}
     return [
-        (("recipe", run.recipe), *((name, value) for name, value in settings.items() if name in axes))
+        (("recipe", run.recipe), *((x, settings[x]) for x in named[run.recipe] if x in axes & settings.keys()))
         for run, settings in zip(runs, own, strict=True)
     ]
 

@@ -32,7 +32,7 @@ from troll.runs.plot import (
     thin,
     window,
 )
-from troll.runs.recorded import Measure, Run, held_out_success, metric_points
+from troll.runs.recorded import Measure, Run, metric_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ _TABLE_NOTE = (
     "finished; below it the 95 % interval of the mean, by Student's t over seeds"
 )
 _TABLE_NOTE_ENDS: dict[Measure, str] = {
-    "success": ", or for a single seed by Wilson's formula over its answers.",
+    "success": ", or for a single seed by Wilson's formula over its problems.",
     "reward": ". Rewards of different tasks, or of different reward models, do not compare.",
 }
 _DIFFERENCE_NOTE = (
@@ -95,7 +95,7 @@ _METRICS = (
 class _Band:
     """A metric of a group at the steps that its runs have in common: their mean, the smallest and the largest.
 
-    Its place gives it its colour: that among all groups of its row, so that a plot without some of them keeps colours.
+    `place` is the group's number in its row. It decides the colour, so that a group has the same one in every plot.
     """
 
     place: int
@@ -120,7 +120,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
     Raises:
         FileNotFoundError: If a path holds no runs.
         ValueError: If a file is malformed, or two runs do not differ.
-        ImportError: If matplotlib is not installed; the other two files are still written.
+        ImportError: If SciPy is not installed, or matplotlib; without matplotlib, the other two files are written.
     """
     comparison = read_comparison(paths)
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,8 +263,6 @@ def _plots(comparison: Comparison) -> list[tuple[str, list[tuple[str, int, Group
 
 def _band(metric: _Metric, group: Group, place: int) -> _Band | None:
     lines = [metric_points(run.rows, metric.key) for run in group.runs]
-    if metric.key == HELD_OUT:
-        lines = [held_out_success(run.rows, run.summary) for run in group.runs]
     logged = [dict(points) for points in lines if points]
     common = sorted(set.intersection(*map(set, logged))) if logged else []
     if not common:
@@ -290,6 +288,7 @@ def _card(
     slug = f"{metric.title} {index}".lower().replace(" ", "-")
     ends = [value for panel in every for band in panel.values() for value in [*band.low, *band.high]]
     margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
+    bottom = min(ends) - margin if metric.scale == "linear" else 0.0
     last = max(band.steps[-1] for panel in every for band in panel.values())
 
     def paint(axes: Axes) -> None:
@@ -298,7 +297,7 @@ def _card(
             axes.fill_between(band.steps, band.low, band.high, color=style["color"], alpha=0.15, linewidth=0)
             axes.plot(band.steps, band.mean, **style, marker="." if len(band.steps) <= 2 else "")
         set_scale(axes, metric.scale, [])
-        axes.set_ylim(min(ends) - margin, max(ends) + margin)
+        axes.set_ylim(bottom, max(ends) + margin)
 
     plot = drawing(slug, escape(f"{metric.title}, {title}"), paint, last_step=max(1, last))
     legend = {escape(label): line_mark(band.place) for label, band in bands.items()}

@@ -97,36 +97,29 @@ def console_table(comparison: Comparison) -> Table:
 def markdown(comparison: Comparison) -> str:
     """The same table, and the paired differences, in Markdown."""
     measure = comparison.measure
-    head = ["", *comparison.surrogates]
-    lines = [
+    parts = [
         f"Final held-out {measure}, {_UNITS[measure]}: mean ± standard deviation over seeds (number of seeds).",
-        "",
-        markdown_row(head),
-        "|" + "---|" * len(head),
-        *(markdown_row([name, *texts]) for name, texts in _rows(comparison)),
+        markdown_table(["", *comparison.surrogates], [[name, *texts] for name, texts in _rows(comparison)]),
     ]
     if comparison.differences:
-        lines += [
-            "",
+        differences = [
+            [found.first.label, found.second.label, difference(found.estimate, measure)]
+            for found in comparison.differences
+        ]
+        parts += [
             f"Paired differences over common seeds, {_DIFFERENCE_UNITS[measure]}, with 95 % t intervals (number of "
             "seeds).",
-            "",
-            markdown_row(["", "minus", "difference"]),
-            "|---|---|---|",
-            *(
-                markdown_row([found.first.label, found.second.label, difference(found.estimate, measure)])
-                for found in comparison.differences
-            ),
+            markdown_table(["", "minus", "difference"], differences),
         ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Any table in Markdown."""
-    return "\n".join(map(markdown_row, [head, ["---"] * len(head), *rows]))
+    return "\n".join(map(_markdown_row, [head, ["---"] * len(head), *rows]))
 
 
-def markdown_row(texts: Sequence[str]) -> str:
+def _markdown_row(texts: Sequence[str]) -> str:
     """A row of a table in Markdown."""
     return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 

@@ -181,7 +181,7 @@ def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[
         return set()  # loading the recipe will raise
     listed = {field for entry in SURROGATES.values() for field in entry.reads}
     present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].reads}
-    foreign = listed - set(SURROGATES[surrogate].reads) | set(SURROGATES[surrogate].sets)
+    foreign = (listed - set(SURROGATES[surrogate].reads)) | set(SURROGATES[surrogate].sets)
     # A value that no surrogate of the grid reads stays: the configuration may refuse it.
     return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
 

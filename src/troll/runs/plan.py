@@ -170,7 +170,7 @@ class Plan:
         if found.fits:
             return f"{line}: add {how} (then {_gib(max(found.totals))} GiB)"
         line += f" even with {how} ({_gib(max(found.totals))} GiB)" if how else ""
-        return f"{line}: take a smaller model, shorter completions (--max_completion_length), or more GPUs (--gpus)"
+        return f"{line}: take a smaller model, shorter completions (--max_completion_length), or more GPUs"
 
     def _lower(self) -> Plan | None:
         """The plan with the least harmful change of settings that lowers the largest phase."""

@@ -82,7 +82,7 @@ def check_hub(training: GRPOConfig) -> None:
         return
     try:
         HfApi(token=training.hub_token).whoami()
-    except OSError as error:
+    except Exception as error:  # the hub's own errors, and those of its HTTP library
         raise ValueError(
             f"push_to_hub: {one_line(error, 200)}; log in with hf auth login, or leave push_to_hub out"
         ) from error
@@ -98,7 +98,7 @@ def push(model_folder: Path, repository: str, training: GRPOConfig) -> str:
         HfApi(token=training.hub_token).upload_folder(
             repo_id=repository, folder_path=model_folder, revision=training.hub_revision, commit_message="Trained model"
         )
-    except OSError as error:
+    except Exception as error:  # a run that is finished must not fail here
         return f"not pushed: {one_line(error, 200)}; push it with: hf upload {repository} {model_folder} ."
     return f"pushed  https://huggingface.co/{repository}"
 
@@ -193,7 +193,9 @@ def _quick_start(recipe: Recipe, task: Task, trained_on: TrainingTask, model: st
             f"tokenizer.apply_chat_template(\n    {prompt!r},\n    add_generation_prompt=True, return_dict=True, "
             f'return_tensors="pt"{variables}\n)'
         )
-    return f"""```python
+    first = task.reward_funcs[0] if task.reward_funcs else None
+    can_be_evaluated = recipe.task.rollout_func is None and getattr(first, "__name__", None) == "success"
+    example = f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({model!r})
@@ -201,9 +203,10 @@ model = AutoModelForCausalLM.from_pretrained({model!r})
 inputs = {inputs}
 output = model.generate(**inputs, max_new_tokens={recipe.training.max_completion_length})
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
-```
-
-`troll eval {model}` evaluates it on its task, prompted as in training (`{TASK_FILE}`)."""
+```"""
+    if not can_be_evaluated:
+        return example
+    return f"{example}\n\n`troll eval {model}` evaluates it on its task, prompted as in training (`{TASK_FILE}`)."
 
 
 def _training(recipe: Recipe, trained_on: TrainingTask, summary: Mapping[str, Any]) -> str:
@@ -212,6 +215,6 @@ def _training(recipe: Recipe, trained_on: TrainingTask, summary: Mapping[str, An
     settings |= {"surrogate": summary["surrogate"], **summary["surrogate_settings"], **values}
     rows = [(f"`{name}`", f"`{as_argument(value)}`") for name, value in settings.items() if value not in (None, {})]
     went = f"{summary['steps']} optimiser steps, {summary['updates_per_rollout']} for each rollout, "
-    went += f"in {duration(summary['seconds'])} on {summary['machine']}"
+    went += f"in {duration(summary['training_seconds'])} on {summary['machine']}"
     ended = "" if summary["status"] == "finished" else f" ({summary['status']})"
     return f"Recipe `{summary['recipe']}`: {went}{ended}.\n\n{markdown_table(('setting', 'value'), rows)}"

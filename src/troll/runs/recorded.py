@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from troll.files import flat, read_json, read_yaml
-from troll.runs.charts import HELD_OUT
 from troll.runs.plot import Points
 
 #: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
@@ -37,7 +36,7 @@ class Run:
     Attributes:
         folder: The folder of the run.
         recipe: The recipe's name, from the summary or the comparison's manifest; without both, the folder's name.
-        settings: The content of `config.yaml`; before the run has started, its settings in the comparison's manifest.
+        settings: The settings in the comparison's manifest, if any, and those of `config.yaml`, which come first.
         summary: The content of `summary.json`, empty if the run has not written it.
         rows: The lines of `metrics.jsonl`.
         settled: The settings that were chosen for the run's method, and therefore belong to the method.
@@ -117,7 +116,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _read_run(folder: Path, planned: Mapping[str, Any], planned_recipe: str | None, settled: frozenset[str]) -> Run:
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
-    settings = flat(read_yaml(config) if config.is_file() else planned or {})
+    # The manifest may have values that the configuration leaves out, since they are defaults.
+    settings = flat({**(planned or {}), **(read_yaml(config) if config.is_file() else {})})
     summary = read_summary(folder)
     recipe = str(summary.get("recipe") or planned_recipe or folder.resolve().name)
     rows = read_metrics(metrics) if metrics.is_file() else []
@@ -165,7 +165,7 @@ def number(value: object, within: Range = (-math.inf, math.inf)) -> float | None
 
 
 def eval_size(summary: Mapping[str, Any]) -> int | None:
-    """The number of answers to held-out problems, if the summary has it."""
+    """The number of held-out problems, if the summary has it."""
     size = number(summary.get("eval_size"), (1, math.inf))
     return None if size is None else int(size)
 
@@ -174,15 +174,3 @@ def metric_points(rows: Rows, key: str) -> Points:
     """The values of a metric by step; if a resumed run logged a step twice, the later value."""
     values = {row["step"]: value for row in rows if (value := number(row.get(key))) is not None}
     return sorted(values.items())
-
-
-def held_out_success(rows: Rows, summary: Mapping[str, Any]) -> Points:
-    """Held-out success by step, with the summary's first and last values if the metrics lack them."""
-    ends: dict[int, float] = {}
-    before, after = (number(summary.get(key), SHARE) for key in ("success_before", "success_after"))
-    steps = number(summary.get("success_after_step", summary.get("steps")), (0, math.inf))
-    if before is not None:
-        ends[0] = before
-    if after is not None and steps is not None:
-        ends[int(steps)] = after
-    return sorted({**ends, **dict(metric_points(rows, HELD_OUT))}.items())

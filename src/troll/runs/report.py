@@ -27,7 +27,6 @@ from troll.runs.recorded import (
     SHARE,
     Rows,
     eval_size,
-    held_out_success,
     metric_points,
     number,
     read_metrics,
@@ -100,7 +99,7 @@ def write_report(run_folder: Path) -> Path:
 
 def _headline(summary: Mapping[str, Any]) -> str:
     before, after = (number(summary.get(key), SHARE) for key in ("success_before", "success_after"))
-    rollouts, seconds = number(summary.get("rollouts")), number(summary.get("seconds"))
+    rollouts, seconds = number(summary.get("rollouts")), number(summary.get("training_seconds"))
     effort = [f"{rollouts:g} rollouts"] if rollouts is not None else []
     effort += [duration(seconds)] if seconds is not None else []
     outcome = [f"in {', '.join(effort)}"] if effort else []
@@ -125,7 +124,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
     ends = [(when, share) for when, share in (("before", before), ("after", after)) if share is not None]
     if size is not None and ends:
         intervals = "; ".join(f"{when} {_interval(share, size)}" for when, share in ends)
-        parts.append(f'<p class="note">95 % intervals from {size:g} answers to held-out problems: {intervals}.</p>')
+        parts.append(f'<p class="note">95 % intervals from {size:g} held-out problems: {intervals}.</p>')
     return "\n".join(parts)
 
 
@@ -136,8 +135,8 @@ def _interval(share: float, size: int) -> str:
 
 def _facts(summary: Mapping[str, Any]) -> str:
     facts = {label: str(summary[key]) for key, label in _FACTS.items() if summary.get(key) is not None}
-    if (seconds := number(summary.get("seconds"))) is not None:
-        facts["Training time"] = duration(seconds)
+    if (seconds := number(summary.get("training_seconds"))) is not None:
+        facts["Time in training steps"] = duration(seconds)
     versions = summary.get("versions")
     if isinstance(versions, dict) and versions:
         facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -172,8 +171,6 @@ def _curves(rows: Rows, summary: Mapping[str, Any]) -> str:
         cards, missing = [], []
         for chart in (chart for chart in every if chart.section == section):
             data = {key: metric_points(rows, key) for key in chart.lines}
-            if HELD_OUT in data:
-                data[HELD_OUT] = held_out_success(rows, summary)
             if chart.shown == "if it changes" and not any(map(_changes, data.values())):
                 continue
             if any(value > 0 or chart.scale != "log" for points in data.values() for _, value in points):

@@ -115,7 +115,7 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
 
     Completions are in the order of the evaluation, which TRL shuffles. The success is null if the completion could not
     be judged. The `question` of each row is the number of the first held-out prompt with the same text. Nothing is
-    written if the task does not define success, or no evaluation was completed.
+    written if the task does not define success, or this process did not complete its last evaluation.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
@@ -167,7 +167,7 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
         gain = f"{100 * (after - before):+.1f} points"
-        of = f"{summary['eval_size']} answers, step {summary['success_after_step']}"
+        of = f"{summary['eval_size']} problems, step {summary['success_after_step']}"
         say(console, f"held-out success {before:.1%} -> {after:.1%} ({gain}, {of})")
     elif summary["reward_before"] is not None and summary["reward_after"] is not None:
         say(console, f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}")

@@ -51,7 +51,7 @@ class WarmUp:
         max_steps: Warm-up ends after this many steps at the latest.
         batch_size: The questions of a step.
         learning_rate: The learning rate, constant between a linear rise and a linear fall.
-        rise_steps: The steps in which the learning rate rises.
+        rise_steps: The steps in which the learning rate rises. 1 for no rise.
         fall_steps: The steps before `max_steps` in which the learning rate falls to about 0. 1 for no fall.
         num_questions: The number of questions to learn from; they are repeated in a new order when all have been used.
         test_size: The questions of a test.
@@ -77,7 +77,7 @@ class WarmUp:
     def __post_init__(self) -> None:
         if not 0 < self.format_share <= 1:
             raise TaskError(f"warm_up: format_share must be above 0 and at most 1, got {self.format_share}")
-        for name in ("max_steps", "batch_size", "fall_steps", "num_questions", "test_size", "test_every"):
+        for name in ("max_steps", "batch_size", "rise_steps", "fall_steps", "num_questions", "test_size", "test_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise TaskError(f"warm_up: {name} must be an integer, at least 1, got {value!r}")

@@ -56,8 +56,8 @@ def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
 def train(recipe: Recipe, console: Console) -> bool:
     """Trains, and leaves a run folder.
 
-    It holds `config.yaml`, `task.json`, `metrics.jsonl`, `summary.json`, `README.md`, `report.html`, the `model` and
-    checkpoints. Every mistake in a recipe is found before the first step.
+    It holds `config.yaml`, `task.json`, `metrics.jsonl`, `summary.json`, `verdicts.json`, `README.md`, `report.html`,
+    the `model` and checkpoints. Every mistake in a recipe is found before the first step.
 
     Returns:
         Whether training reached its end. Ctrl-C leaves a folder that is just as complete and can be resumed.
@@ -65,6 +65,7 @@ def train(recipe: Recipe, console: Console) -> bool:
     Raises:
         RecipeError: See `troll.runs.build.build`.
         FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
+        NothingJudgedError: If a grader could judge nothing in three rollouts in a row; likewise.
         troll.tasks.TaskError: See `troll.runs.build.build`.
     """
     run = build(recipe, console)
@@ -96,7 +97,7 @@ def train(recipe: Recipe, console: Console) -> bool:
         # A resumed run that fails before its checkpoint is loaded leaves the folder as it was.
         if run.checkpoint is None or trainer.state.global_step:
             result.write(status, console)
-    # Threads of a process group that is left to the interpreter's end may abort the process.
+    # Without this, the process group ends with the interpreter, and its threads may abort the process.
     trainer.accelerator.end_training()
     return status == "finished"
 
