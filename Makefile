@@ -91,7 +91,7 @@ test-verl: verl-setup
 test-vllm: vllm-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m slow tests/vllm
 
-# Numbers that hold on any CPU: tests/portable.py says what runs. Most of an hour.
+# Numbers that hold on any CPU: tests/portable.py says what runs. More than an hour.
 test-portable: setup verl-setup
 	$(BIN)/python tests/portable.py
 

@@ -5,7 +5,7 @@ python examples/gaussian_policy.py --seeds 1 --iterations 2
 
 Both methods have the same network, critic, advantages, optimiser and number of updates. They differ in `loss`, which
 has the clip, or the ratio of the projected policy and the pull to it; with the projection, the projected covariance is
-also written back after the updates on a rollout. The example needs `pip install "troll-rl[episodic]"`.
+also written back after the updates on a rollout. The example needs `pip install ".[episodic]"`.
 """
 
 import argparse

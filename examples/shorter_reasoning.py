@@ -70,17 +70,18 @@ class ShortSolution:
     Args:
         is_right: The reward of the whole completion, above 0 if its answer is right.
         judge: Takes n passages and n answers, and says of each passage whether it states its answer.
-        penalty: What a redundant token is worth less.
+        penalty: How much less a redundant token is worth than the other tokens of a right answer.
     """
 
     __name__ = "short_solution"
 
     def __init__(self, is_right: Any, judge: Any, penalty: float) -> None:
-        self._is_right, self._judge, self._penalty = is_right, judge, penalty
+        self._judge, self._penalty = judge, penalty
+        self.grader = is_right  # what it cannot judge is left out of the rollout
 
     def __call__(self, **columns: Any) -> list[float]:
         """The rewards of B completions."""
-        return self._is_right(**columns)
+        return self.grader(**columns)
 
     def of_tokens(
         self,
@@ -119,13 +120,13 @@ class ShortSolution:
 
 @dataclass
 class Options:
-    """What the example needs beside the settings of `TrollConfig`, which are options as well.
+    """The example's own options; the settings of `TrollConfig` are options as well.
 
     Attributes:
         model: The model to train.
         judge: The model that judges passages.
         dataset_path: A local file with GSM8K's columns, instead of the hub's data set.
-        penalty: What a redundant token is worth less than the others of a right answer.
+        penalty: How much less a redundant token is worth than the other tokens of a right answer.
     """
 
     model: str

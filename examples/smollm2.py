@@ -47,7 +47,7 @@ The weights of `HuggingFaceTB/{NAME}` (Apache-2.0) as the package `{PACKAGE}` ho
 
 
 class Failed(Exception):
-    """The model could not be had; the message is one line that says why and what to do."""
+    """The model could not be downloaded or converted; the message is one line that says why and what to do."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
         print(f"smollm2: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("smollm2: interrupted; the next attempt begins anew", file=sys.stderr)
+        print("smollm2: interrupted; the next attempt starts from the beginning", file=sys.stderr)
         return 130
     return 0
 
@@ -77,7 +77,7 @@ def get(target: Path) -> bool:
         Whether anything was done.
 
     Raises:
-        Failed: If the model could not be had. The folder does not exist then.
+        Failed: If the model could not be downloaded or converted. The folder does not exist then.
     """
     if (target / "config.json").is_file():
         return False
@@ -119,7 +119,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 def _unfinished(target: Path) -> Iterator[Path]:
     """A folder next to the model's for what is not finished; it and those of attempts that were cut off are removed."""
     for left in target.parent.glob(f".{NAME}.unfinished-*"):
-        print(f"removing what an attempt that was cut off has left: {left}")
+        print(f"removing the files of an interrupted attempt: {left}")
         shutil.rmtree(left)
     folder = target.parent / f".{NAME}.unfinished-{os.getpid()}"
     folder.mkdir()

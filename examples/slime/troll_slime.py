@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 import troll
 
-#: What the loss has no place for, and what to set it to.
+#: slime's options that this loss does not support, and the value that each must have.
 NEUTRAL: dict[str, Any] = {
     "recompute_loss_function": False,  # would take an old policy twice
     "context_parallel_size": 1,  # the label of a slice's last token is in another process
@@ -40,7 +40,7 @@ LOG_PROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """The trust region's, from `--custom-config-path`, where their names start with `troll_`.
+    """The settings of the trust region, read from `--custom-config-path`, where their names start with `troll_`.
 
     Attributes:
         kl_bound: ε, in nats.
@@ -59,7 +59,7 @@ class Settings:
         """From slime's arguments.
 
         Raises:
-            ValueError: If something is switched on that the loss has no place for.
+            ValueError: If an option is set that this loss does not support.
         """
         for name, value in NEUTRAL.items():
             if (found := getattr(args, name, value)) != value:
@@ -80,7 +80,7 @@ def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_pre
     """`--custom-megatron-before-log-prob-hook-path`: the next pass without gradient is the old policy's.
 
     Args:
-        args: slime's.
+        args: slime's arguments.
         model: The chunks of this process.
         store_prefix: Of the names of the pass's results: "" for the policy's, "ref_" for the reference's.
     """
@@ -164,7 +164,7 @@ def loss_function(
     As slime's own policy loss, but for the projected ratio, no clip, and the regression in its place.
 
     Args:
-        args: slime's.
+        args: slime's arguments.
         batch: A micro-batch, samples one after the other.
         logits: This process's slice, (1, T, V/n).
         sum_of_sample_mean: slime's reducer of values at all response tokens.

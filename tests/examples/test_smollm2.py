@@ -82,7 +82,7 @@ def test_get_removes_what_an_attempt_that_was_cut_off_has_left(
     monkeypatch.setattr(example, "download", lambda folder: folder.with_name("nothing").read_bytes())
     with pytest.raises(example.Failed, match="cannot be written"):
         example.get(target)
-    assert "removing what an attempt that was cut off has left" in capsys.readouterr().out
+    assert "removing the files of an interrupted attempt" in capsys.readouterr().out
     assert not left.exists()
 
 

@@ -28,10 +28,10 @@ class MemoryAgent(AgentLoopBase):
     the sample, and their groups are compared by it; with `anchor=rollout` each row has the policies of its own tokens.
 
     Args:
-        *args: verl's.
+        *args: Arguments of `AgentLoopBase`.
         chunk: Words of the document that are read at once.
         prompt: What the model is told, with `{memory}` and `{chunk}`.
-        **kwargs: verl's.
+        **kwargs: Arguments of `AgentLoopBase`.
     """
 
     def __init__(self, *args: Any, chunk: int, prompt: str, **kwargs: Any) -> None:

@@ -211,7 +211,7 @@ def _refuse(trainer: Any, images: bool) -> None:
     if ESTIMATORS[trainer.args.advantage_estimator].of_tokens is not None:
         raise ValueError(
             f'advantage_estimator="{trainer.args.advantage_estimator}" takes no {EARLIER} of rollout_func: its rewards '
-            "speak of the tokens of one completion; choose group, rloo, reinforce_plus_plus or "
+            "are those of one completion's tokens; choose group, rloo, reinforce_plus_plus or "
             "reinforce_plus_plus_baseline"
         )
     if trainer.anchor is not None:

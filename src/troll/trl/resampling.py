@@ -67,7 +67,7 @@ class Resampling:
     def load(self, checkpoint: Path) -> None:
         """Restores the κ of `save`; raises FileNotFoundError if κ adapts and the checkpoint has none."""
         if self._adapts:
-            state = load_state(checkpoint / RESAMPLING_STATE, "a run with resampling and rewards that speak of tokens")
+            state = load_state(checkpoint / RESAMPLING_STATE, "a run with resampling and rewards of tokens")
             self._right_share, self._needed_share = state["right_share"], state["needed_share"]
 
     @contextmanager

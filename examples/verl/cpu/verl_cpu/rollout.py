@@ -143,7 +143,7 @@ class TransformersServer:
         ]
 
     def _old_policies(self, token_ids: list[int], log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What of the (T, V) distributions goes along with a completion; nothing unless they are the anchor."""
+        """The record of a completion's old policies, of (T, V) log-probabilities; empty unless they are the anchor."""
         if self._trust_region.get("anchor") != "rollout":
             return {}
         # Not at the top: verl is still being imported there.

@@ -121,7 +121,7 @@ class _Read(torch.autograd.Function):
             outside,
             on_support * ctx.source.transform.slope(logits.masked_fill(absent, 0)),
             None if grad_entropy is None else tail_entropy,
-            None if grad_entropy is None else grad_entropy.masked_fill(nothing_outside | broken, 0),
+            grad_entropy,
         )
         with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
             # They receive the gradient: a second backward pass computes them again.
