@@ -40,6 +40,9 @@ def test_other_recipes_are_not_of_movements(tmp_path: Path) -> None:
         (["--mean_bond", "1"], "unknown field 'mean_bond', did you mean mean_bound"),
         (["--events", "steps"], "events must be segments or episodes, got 'steps'"),
         (["--covariance_bound", "0"], "covariance_bound must be above 0, got 0.0"),
+        (["--gae_decay", "1.1"], "gae_decay must be at most 1, got 1.1"),
+        (["--discount", "2"], "discount must be at most 1, got 2.0"),
+        (["--pull_weight", "-1"], "pull_weight must be at least 0, got -1.0"),
         (["--episodes", "65"], "episodes must be a multiple of num_envs=64, got 65"),
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
         (["--processes", "perhaps"], "must be true or false, got perhaps"),
@@ -55,6 +58,19 @@ def test_unknown_fields_of_a_recipe_are_named(tmp_path: Path) -> None:
     file.write_text("environment: reach\nkl_bound: 0.1\n")
     with pytest.raises(ValueError, match="unknown field 'kl_bound'"):
         load(str(file))
+
+
+def test_values_of_a_recipe_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("environment: reach\nlearning_rate: 1e-3\ngae_decay: 0\n")  # YAML reads 1e-3 as a text
+    config = load(str(file))
+    assert (config.learning_rate, config.gae_decay) == (1e-3, 0.0)
+    for line, message in (("episodes: 64.5", "invalid int value"), ("seed: null", "invalid int value")):
+        file.write_text(f"environment: reach\n{line}\n")
+        with pytest.raises(ValueError, match=message):
+            load(str(file))
+    file.write_text("a: [")
+    assert not is_recipe(str(file))
 
 
 def test_defaults_are_the_papers_bounds_for_box_pushing() -> None:

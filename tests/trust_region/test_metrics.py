@@ -112,6 +112,18 @@ def test_tokens_that_are_no_distribution_are_counted_and_left_out():
             assert metrics[name].item() == pytest.approx(value.item(), rel=1e-6), name
 
 
+def test_tokens_without_a_projection_are_left_out_with_their_group():
+    logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(11))
+    old = troll.capture(logits, torch.zeros(2, 3, dtype=torch.int64))
+    new = logits + torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(12))
+    mask, whole = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    expected = metrics_of(troll.trust_region_step(new, old, constraint=troll.Constraint.sequence(mask)), whole)
+    new[0, 1, 3] = math.nan
+    metrics = metrics_of(troll.trust_region_step(new, old, constraint=troll.Constraint.sequence(mask)), mask)
+    assert metrics.pop("nonfinite") == 1
+    assert metrics == {name: expected[name] for name in metrics}
+
+
 def test_support_tally_agrees_with_coverage():
     logits = tensor(pairs("peaked", 24, 33)[0], torch.float32).view(4, 6, 33)
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.6

@@ -28,6 +28,7 @@ from tests.verl.actor import (
 )
 from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
 from tests.verl.worker import CASES, trained
+from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import response_places
 
 BOTH = tuple(itertools.product((True, False), repeat=2))
@@ -147,6 +148,15 @@ def test_two_processes_adapt_weight_to_tokens_of_both(two_processes: dict[str, A
 @pytest.mark.parametrize("case", ["token", "floor", "sequence", "batch"])
 def test_sequence_parallelism_equals_the_core(case: str, two_processes: dict[str, Any]) -> None:
     check_equals_the_core(two_processes["sequence parallel"][case], **CASES[case])
+
+
+def test_sequence_parallelism_captures_kept_sets_of_any_size(two_processes: dict[str, Any]) -> None:
+    actor, batch = trolled().reset(rollout_top_p=0.8), as_batch(rollout())
+    actor.infer(batch, calculate_entropy=True)
+    records = two_processes["sequence parallel"]["kept"], captured(actor.engine, batch)
+    for got, own in zip(*([from_records([one]) for one in each] for each in records), strict=True):
+        assert got.truncated and torch.equal(got.counts, own.counts) and torch.equal(got.token_ids, own.token_ids)
+        torch.testing.assert_close(got.log_probs, own.log_probs, rtol=0, atol=within(1e-5))
 
 
 def test_static_pack_sizes_equal_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,9 @@ def _sequence_parallel(model: Path) -> dict[str, Any]:
         own = TensorDict({"log_probs": nested(answer[0])}, [len(answer[0])])
         policies = captured(actor.engine, batch)
         found[name] = _found(actor, policies, actor.update(with_scores(batch, own)))
+    batch = as_batch(rollout())
+    actor.reset(rollout_top_p=0.8).infer(batch, calculate_entropy=True)
+    found["kept"] = captured(actor.engine, batch)
     return found
 
 

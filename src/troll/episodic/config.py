@@ -90,8 +90,13 @@ class EpisodicConfig:
                 raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in ("int", "float") and field.name not in ("seed", "pull_weight") and not value > 0:
-                raise ValueError(f"{field.name} must be above 0, got {value}")
+            # Types are texts here, because of the future import above.
+            if field.type in ("int", "float") and field.name != "seed":
+                may_be_zero = field.name in ("pull_weight", "gae_decay")
+                if not (value >= 0 if may_be_zero else value > 0):
+                    raise ValueError(f"{field.name} must be {'at least' if may_be_zero else 'above'} 0, got {value}")
+                if field.name in ("discount", "gae_decay") and value > 1:
+                    raise ValueError(f"{field.name} must be at most 1, got {value}")
         for name in ("episodes", "eval_episodes"):
             if getattr(self, name) % self.num_envs:
                 raise ValueError(f"{name} must be a multiple of num_envs={self.num_envs}, got {getattr(self, name)}")

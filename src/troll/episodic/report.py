@@ -75,7 +75,7 @@ _CARDS = (
         "of the critic's targets",
         "linear",
         {"explained_variance": "explained variance"},
-        "How much of the difference between returns the critic foresaw: 1 is all, 0 no more than a constant would.",
+        "The share of the variance of its targets that the critic predicted; a constant prediction has 0.",
     ),
 )
 
@@ -109,7 +109,7 @@ def write_report(folder: Path) -> Path:
         '<div class="cards">',
         *drawn,
         "</div>",
-        "<h2>Ways to the target</h2>",
+        "<h2>Paths to the targets</h2>",
         '<div class="cards">',
         *(_ways(when, paths[when], paths["target"]) for when in ("before", "after")),
         "</div>",
@@ -187,6 +187,6 @@ def _ways(when: str, paths: Sequence[Sequence[Sequence[float]]], targets: Sequen
         axes.set_aspect("equal", adjustable="datalim")
         axes.set_xlabel("metres")
 
-    caption = "A line is the way of one episode, from its start to the point; the cross of its colour is the target."
+    caption = "Each line is the path of one episode and ends at the dot; the cross in the same colour is its target."
     title = f"{when.capitalize()} training"
     return figure_card(f"ways-{when}", title, drawing(f"ways-{when}", title, paint, height=4.0), None, caption)

@@ -169,7 +169,7 @@ CHARTS = (
         "of the returns",
         "linear",
         {"critic/explained_variance": "explained variance"},
-        "How much of the difference between returns the critic foresaw: 1 is all, 0 no more than a constant would.",
+        "The share of the variance of its targets that the critic predicted; a constant prediction has 0.",
         shown="if logged",
     ),
 )

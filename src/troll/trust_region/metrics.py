@@ -68,10 +68,12 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
         The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`
         (η, the mean over the projected tokens); where old policies are truncated, `kept_mass`, the mean of the new
         policy's mass on the kept set; the maxima `kl_before_max` and `kl_after_max`; and `nonfinite`, the
-        number of tokens whose logits are no distribution, which are left out of all others.
+        number of tokens whose logits are no distribution. These are left out of all others, and so are the other tokens
+        of their group where tokens share a multiplier, since they have no projection.
     """
     counts, dtype = mask.bool(), step.kl_before.dtype
-    finite = counts & step.kl_before.isfinite()
+    nonfinite = counts & ~step.kl_before.isfinite()
+    finite = counts & ~nonfinite & step.kl_after.isfinite()
     projected = step.projected & finite
     totals = {
         "projected_fraction": masked_total(step.projected.to(dtype), finite),
@@ -86,7 +88,7 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
         "kl_before_max": _masked_largest(step.kl_before, finite),
         "kl_after_max": _masked_largest(step.kl_after, finite),
     }
-    return Tally(totals, maxima, counts={"nonfinite": (counts & ~finite).sum().to(dtype)})
+    return Tally(totals, maxima, counts={"nonfinite": nonfinite.sum().to(dtype)})
 
 
 def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:

@@ -101,6 +101,8 @@ def project(
     elif isinstance(new_log_probs, Tensor) or isinstance(old_log_probs, Tensor):
         raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
     else:
+        if getattr(old_log_probs, "truncated", False) and isinstance(new_log_probs, PolicyOnSupport):
+            new_log_probs = new_log_probs.without_tail()  # outside a kept set nothing is compared
         new, old = as_float(new_log_probs.outcomes), as_float(old_log_probs.outcomes)
         present = present_outcomes(new_log_probs, old_log_probs)
 

@@ -144,7 +144,7 @@ def trust_region_step(
     at = old.slot.unsqueeze(-1)
     log_new, log_old = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
     sampled_new, sampled_old = (x.gather(-1, at).squeeze(-1) for x in (log_new, log_old))
-    # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
+    # A token that the old policy excludes cannot have been sampled from it. Its s is 0, so its ratio is finite.
     sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
 
     found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)

@@ -323,7 +323,7 @@ def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row,
 def s_of_sampled(new_raw, old_raw, s, sampled, floor_of):
     """`log p̃ − log p` of the sampled token: raw, or floored like all others."""
     if floor_of is None:
-        # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
+        # A token that the old policy excludes cannot have been sampled from it. Its s is 0, so its ratio is finite.
         s = tl.where(old_raw == float("-inf"), 0.0, new_raw - old_raw)
     return tl.sum(tl.where(sampled, s, 0.0))
 

@@ -128,14 +128,9 @@ class Capture(Hook):
             mass_threshold=settings.mass_threshold,
             truncation=settings.truncation,
         )
-        whole = dataclasses.replace(
-            policy,
-            token_ids=self.tokens.whole(policy.token_ids),
-            log_probs=self.tokens.whole(policy.log_probs),
-            tail_log_prob=self.tokens.whole(policy.tail_log_prob),
-            slot=self.tokens.whole(policy.slot),
-        )
-        self.captured.keep(whole, data)
+        # Of a truncated policy, each process has as many slots as the largest kept set of its own tokens needs.
+        slots = self.tokens.largest(policy.top_k) if policy.truncated else policy.top_k
+        self.captured.keep(policy.widened(slots).each(self.tokens.whole), data)
         return {"log_probs": policy.log_prob, "entropy": entropy}
 
 

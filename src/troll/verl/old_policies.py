@@ -55,6 +55,14 @@ class ResponseTokens:
         torch.distributed.all_reduce(whole, group=self.group)
         return whole
 
+    def largest(self, number: int) -> int:
+        """The largest of a number over the processes that share the micro-batch."""
+        if self.group is None:
+            return number
+        found = torch.tensor(number, device=self.rows.device)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(found)
+
     def on_all_positions(self, values: Tensor, positions: int) -> Tensor:
         """Spreads (n,) values to (positions,), 0 where no response token is predicted; differentiable."""
         return values.new_zeros(positions).index_copy(0, self.rows, values)
@@ -176,20 +184,8 @@ def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
         old: The reported policies, (n,), without slots where nothing was reported.
         own: The policies captured from the logits of the update, (n,).
     """
-    known = old.used.any(-1)
-    width = max(old.top_k, own.top_k)
-
-    def slots(of_old: Tensor, of_own: Tensor, empty: float) -> Tensor:
-        ours, theirs = (torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=empty) for x in (of_own, of_old))
-        return torch.where(known.unsqueeze(-1), theirs, ours)
-
-    return dataclasses.replace(
-        old,
-        token_ids=slots(old.token_ids, own.token_ids, -1),
-        log_probs=slots(old.log_probs, own.log_probs, -torch.inf),
-        tail_log_prob=torch.where(known, old.tail_log_prob, own.tail_log_prob),
-        slot=torch.where(known, old.slot, own.slot),
-    )
+    (unreported,) = (~old.used.any(-1)).nonzero(as_tuple=True)
+    return old.with_positions(unreported, own[unreported])
 
 
 def _records(data: TensorDict, vocab_size: int, truncated: bool) -> list[Tensor]:
@@ -214,9 +210,9 @@ def _records(data: TensorDict, vocab_size: int, truncated: bool) -> list[Tensor]
         )
     records = [record for record in needed if record is not None]
     real = [record for record in records if len(record) > len(NO_RECORD)]
-    none = torch.empty(0)
-    nobody = PackedPolicy(none.int(), none, none, none, none, 1, vocab_size, 0.0, truncated)
-    like = from_records(real[:1]) if real else nobody
+    empty = torch.empty(0)
+    unreported = PackedPolicy(empty.int(), empty, empty, empty, empty, 1, vocab_size, 0.0, truncated)
+    like = from_records(real[:1]) if real else unreported
     return [
         record if len(record) > len(NO_RECORD) else to_records(without_slots(len(response), like), [len(response)])[0]
         for record, response in zip(records, data["responses"].unbind(), strict=True)

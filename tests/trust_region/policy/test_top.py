@@ -194,6 +194,15 @@ def test_top_log_probs_of_no_distribution_make_nan():
     assert policy.log_prob.isnan().tolist() == [False, True, False, True]
 
 
+@pytest.mark.parametrize("truncated", [True, False])
+def test_top_log_probs_of_no_position(truncated):
+    policy = troll.capture_top(
+        torch.zeros(0, 3).long(), torch.zeros(0, 3), torch.zeros(0).long(), torch.zeros(0), 5, truncated=truncated
+    )
+    assert policy.shape == (0,)
+    assert policy.truncated == truncated
+
+
 def test_top_log_probs_carry_no_gradient_and_stand_on_their_own():
     log_probs = torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log().requires_grad_()
     policy = troll.capture_top(torch.tensor([[0, 1]] * 2), log_probs, torch.tensor([0, 1]), log_probs[:, 1], 5)

@@ -341,3 +341,16 @@ def test_truncation_refuses_settings_outside_their_ranges(setting, value):
     with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
         Truncation(**{setting: value})
     Truncation(top_p=1.0, min_p=1.0)
+
+
+def test_project_compares_nothing_outside_a_kept_set() -> None:
+    logits = torch.randn(7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moved = logits + torch.randn(7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    old = troll.capture(logits, torch.zeros(7, dtype=torch.int64), truncation=Truncation(top_p=0.7))
+    same = troll.project(troll.log_probs_at(logits, old.token_ids), old)
+    assert same.kl_before.abs().max() < 1e-12 and not same.projected.any()
+    found = troll.project(troll.log_probs_at(moved, old.token_ids), old)
+    step = troll.trust_region_step(moved, old)
+    assert found.projected.any()
+    for name in ("kl_before", "kl_after", "multiplier"):
+        torch.testing.assert_close(getattr(found, name), getattr(step, name), rtol=1e-9, atol=1e-12)

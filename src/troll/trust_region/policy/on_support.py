@@ -111,7 +111,7 @@ def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | Sparse
 
     Args:
         new: The policy under which the mean is taken, (...).
-        old: The other policy, on the same tokens.
+        old: The other policy, on the same tokens. For one that a sampler truncated, give `new.without_tail()`.
 
     Raises:
         ValueError: If the two do not share one support.

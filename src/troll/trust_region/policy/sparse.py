@@ -71,7 +71,7 @@ class SparsePolicy:
 
     def view(self, shape: Sequence[int]) -> SparsePolicy:
         """The same positions in another shape."""
-        return self._each(lambda x: x.reshape((*shape, *x.shape[len(self.shape) :])))
+        return self.each(lambda x: x.reshape((*shape, *x.shape[len(self.shape) :])))
 
     def to(self, *args: Any, **kwargs: Any) -> SparsePolicy:
         """Moves devices and casts the log-probabilities, with the arguments of `torch.Tensor.to`."""
@@ -87,7 +87,7 @@ class SparsePolicy:
     def __getitem__(self, index: Any) -> SparsePolicy:
         """Indexes the token positions, as a tensor of shape (...) would be."""
         rows = torch.arange(self.shape.numel(), device=self.slot.device).view(self.shape)[index]
-        return self._each(lambda x: x.reshape(-1, *x.shape[len(self.shape) :])[rows])
+        return self.each(lambda x: x.reshape(-1, *x.shape[len(self.shape) :])[rows])
 
     @staticmethod
     def cat(policies: Sequence[SparsePolicy], dim: int = 0) -> SparsePolicy:
@@ -102,7 +102,7 @@ class SparsePolicy:
         if not -dims <= dim < dims:
             raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
         slots = max(policy.top_k for policy in policies)
-        policies = [policy._widened(slots) for policy in policies]
+        policies = [policy.widened(slots) for policy in policies]
         tensors: dict[str, Any] = {
             name: torch.cat([getattr(policy, name) for policy in policies], dim % dims)
             for name, value in vars(policies[0]).items()
@@ -118,13 +118,14 @@ class SparsePolicy:
     def with_positions(self, index: Tensor, other: SparsePolicy) -> SparsePolicy:
         """Replaces the policies at the positions `index`, (n,), of (N,) by those of another capture, (n,)."""
         slots = max(self.top_k, other.top_k)
-        ours, theirs = vars(self._widened(slots)), vars(other._widened(slots))
+        ours, theirs = vars(self.widened(slots)), vars(other.widened(slots))
         replaced: dict[str, Any] = {
             name: x.index_copy(0, index, theirs[name]) for name, x in ours.items() if isinstance(x, Tensor)
         }
         return dataclasses.replace(self, **replaced)
 
-    def _widened(self, slots: int) -> SparsePolicy:
+    def widened(self, slots: int) -> SparsePolicy:
+        """The same policies with more slots, the further ones unused."""
         if slots == self.top_k:
             return self
         unused = (0, slots - self.top_k)
@@ -132,7 +133,7 @@ class SparsePolicy:
         log_probs = torch.nn.functional.pad(self.log_probs, unused, value=-torch.inf)
         return dataclasses.replace(self, token_ids=token_ids, log_probs=log_probs)
 
-    def _each(self, change: Callable[[Tensor], Any]) -> SparsePolicy:
+    def each(self, change: Callable[[Tensor], Any]) -> SparsePolicy:
         """Applies `change` to every tensor; the dimensions after the token positions are slots."""
         return dataclasses.replace(
             self, **{name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}

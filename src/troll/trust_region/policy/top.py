@@ -220,14 +220,15 @@ def capture_top(
     if bool((covered.exp() > LARGEST_TOTAL).any()):
         total = covered.exp().max().item()
         raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total:.3g}")
-    if truncated and (bool((covered.exp() < SMALLEST_TOTAL).any()) or int(used.sum(-1).max()) > top_k):
-        total, most = covered.exp().min().item(), int(used.sum(-1).max())
+    kept = used.sum(-1, keepdim=True)
+    if truncated and bool(((covered.exp() < SMALLEST_TOTAL) | (kept > top_k)).any()):
+        total, most = covered.exp().min().item(), int(kept.max())
         raise ValueError(
             f"log_probs must be all that the sampler could draw, at most top_k={top_k} tokens, got up to {most} "
             f"tokens, and some that add up to {total:.3g}"
         )
     left = (-torch.expm1(covered)).clamp(min=PROBABILITY_FLOOR).log().to(z.dtype)
-    left = left.masked_fill(used.sum(-1, keepdim=True) == vocab_size, -torch.inf)
+    left = left.masked_fill(kept == vocab_size, -torch.inf)
     if truncated:
         left, mass_threshold = torch.full_like(left, -torch.inf), 0.0
 

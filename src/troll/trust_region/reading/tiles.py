@@ -157,7 +157,8 @@ class Tile:
         columns: Which of the entries that this process holds.
     """
 
-    #: Whether a tile of a tensor is a copy of it, which should not be large.
+    #: Whether a tile of a tensor works on its own copy of the numbers and overwrites it. Such tiles are small, and
+    #: cannot be kept for the backward pass.
     copies: ClassVar[bool] = True
 
     def __init__(self, logits: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> None:
