@@ -124,6 +124,13 @@ def test_a_rollout_function_may_hand_on_what_vllm_reported():
     output = reporting_rollout_func(function, reports)(PROMPTS, None)
     assert list(chain.from_iterable(output["logprobs"])) == list(range(1, 1 + sum(map(len, output["completion_ids"]))))
 
+    def with_environment(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = function(prompts, trainer)
+        return output | {"logprobs": [[*rows, 0.0, 0.0] for rows in output["logprobs"]]}
+
+    output = reporting_rollout_func(with_environment, reports)(PROMPTS, None)
+    assert [rows[-2:] for rows in output["logprobs"]] == [[0.0, 0.0]] * len(PROMPTS)
+
 
 @pytest.mark.parametrize("left_out", ["top_logprobs", "top_logprob_token_ids"])
 def test_a_rollout_function_that_reports_nothing_is_refused(left_out):

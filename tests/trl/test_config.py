@@ -56,7 +56,7 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("mass_threshold", "in [0, 1)", 1.0, {}),
         ("kl_bound_negative_ratio", "finite and above 0", 0.0, {}),
         ("kl_bound_entropy_exponent", "finite and at least 0", -1.0, {}),
-        ("generation_chunk_size", "at least 1", 0, {}),
+        ("generation_chunk_size", "an integer, at least 1", 2.5, {}),
         ("diagnostics_steps", "an integer, at least 0", 2.5, {}),
         ("eval_temperature", "finite and at least 0", -1.0, {}),
         ("resampling_rounds", "an integer, at least 0", -1, {}),
@@ -141,6 +141,14 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
         (own("kl_penalty", target=0.01) | {"updates_per_rollout": 1}, f"surrogate_kwargs.target .* {SECOND_UPDATE}"),
         (own("kl_penalty", target=0.01) | ONE_PASS_IN_TWO, "steps=2 does not divide the 3 passes of a rollout. Set up"),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
+        (
+            {"eval_temperature": 0.5, "use_vllm": True, "generation_kwargs": {"temperature": 2.0}},
+            "the temperature of generation_kwargs would replace eval_temperature in vLLM",
+        ),
+        (
+            KL_IN_REWARD | {"advantage_estimator": "rloo", "generation_kwargs": {"top_k": 3}},
+            "kl_in_reward compares whole policies",
+        ),
         # The schedule of the bound.
         ({"kl_bound_schedule": "linear"}, "needs end"),
         ({"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": -1.0}}, "end must be above 0"),

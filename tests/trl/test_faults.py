@@ -309,7 +309,7 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     warned = partial(pytest.warns, UserWarning)
     cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"advantage_estimator": "gae"}, refused, "no checkpoint of a run with a critic"),
-        (speak, refused, "no checkpoint of a run with resampling and rewards that speak"),
+        (speak, refused, "no checkpoint of a run with resampling and rewards of tokens"),
         ({"rollout_delay": 2}, refused, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
         (linear, warned, "the schedule of kl_bound starts anew"),
         (adaptive, warned, f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"),
@@ -363,6 +363,10 @@ def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):
     checkpoints._delete_older(kept[-1], limit=1, best=None)
     assert newest_complete(tmp_path) == (kept[-1], {})
     assert list(tmp_path.iterdir()) == [kept[-1]]
+    changed = written(tmp_path, 40)
+    next(path for path in changed.iterdir() if path.name != checkpoints.MARKER).unlink()
+    checkpoints._delete_older(kept[-1], limit=2, best=None)
+    assert changed.is_dir()
 
 
 def test_checkpoint_is_complete_when_it_is_pushed_to_the_hub(make, tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 
 def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
     samples = rollout()[rank::world]
-    found = {}
+    found: dict[str, Any] = {}
     for packed in (True, False):
         overrides = [f"actor_rollout_ref.model.use_remove_padding={packed}", *policy_loss(*SMALL)]
         actor = Actor(configuration(model, *overrides, "trainer.n_gpus_per_node=2"))
@@ -165,7 +165,7 @@ def _sequence_parallel(model: Path) -> dict[str, Any]:
         f"{ACTOR}.fsdp_config.pad_to_length_bucket=13",
     ]
     actor = Actor(configuration(model, *overrides))
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("token", "floor", "sequence", "batch"):
         actor.reset(**CASES[name])
         batch = as_batch(rollout())

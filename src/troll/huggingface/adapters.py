@@ -69,8 +69,8 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
         setting: The setting that requires merging, for the error.
 
     Raises:
-        ValueError: If an adapter changes a weight that several modules share, or trains single tokens, of which an
-            engine cannot take the names.
+        ValueError: If an adapter changes a weight that several modules share, or trains single tokens
+            (`trainable_token_indices`), whose weights reach the engine under names that it does not know.
     """
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     if any(getattr(config, "trainable_token_indices", None) for config in configs.values()):
@@ -83,9 +83,9 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
     for group in _shared(model):
         if _SAVED in group[0][0] and len({id(_original(model, name, own)) for name, _, own in group}) > 1:
             raise ValueError(
-                f"{setting} cannot be used where {_names(group)} share the weight that they train and not the one that "
-                "the model has, since the engine gets it for one of them: leave ensure_weight_tying out, or do without "
-                f"{setting}"
+                f"{setting} cannot be used with ensure_weight_tying where {_names(group)} are trained as one weight "
+                "and the model itself has two: the engine would get the trained weight for only one of them. Leave "
+                f"ensure_weight_tying out, or do without {setting}"
             )
     for group in adapted_and_shared(model):
         if len({id(_trained(model, name, own)) for name, _, own in group}) > 1:  # not tied again, by modules_to_save
@@ -109,7 +109,10 @@ def _original(model: nn.Module, name: str, own: str) -> Any:
 
 
 def _trained(model: nn.Module, name: str, own: str) -> Any:
-    """The parameter that a module with this one trains in its place, with `modules_to_save`; otherwise the name."""
+    """The parameter that `modules_to_save` trains instead of this one.
+
+    Without one, it is the module's name, so that two such modules count as different.
+    """
     from peft.utils import ModulesToSaveWrapper
 
     wrapper = model.get_submodule(name.removesuffix(".original_module"))

@@ -14,9 +14,9 @@ from troll.trust_region.constraint import Constraint
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.policy.truncation import Truncation, capture_kept
+from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.reading.capture import capture as capture_of_source
-from troll.trust_region.reading.capture import largest_of, union_support
+from troll.trust_region.reading.capture import capture_kept, union_support
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.read import read
 from troll.trust_region.step import Pull, Tail, TrustRegionStep
@@ -220,7 +220,7 @@ def capture_tokens(
         if truncation is None:
             policy = capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold)
         else:
-            policy, added = capture_kept(largest_of(head, token_ids), top_k, truncation)
+            policy, added = capture_kept(head, token_ids, top_k, truncation)
         return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot, added
 
     at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device

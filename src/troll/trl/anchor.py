@@ -204,7 +204,8 @@ def reporting_rollout_func(
     """Wraps a TRL rollout function that also returns the top log-probs: its `logprobs` become rows.
 
     The function returns `top_logprobs` and `top_logprob_token_ids`, which the reward functions do not get, and need not
-    return `logprobs`. If it passes on the `logprobs` of `trainer.vllm_generation.generate`, it needs neither of these.
+    return `logprobs`. If it passes on the `logprobs` of `trainer.vllm_generation.generate`, which are rows of a table
+    here, with 0 for tokens of an environment, it needs neither of these.
     """
 
     @functools.wraps(rollout_func)
@@ -213,8 +214,9 @@ def reporting_rollout_func(
         top_log_probs, top_token_ids = output.pop(TOP_LOG_PROBS, None), output.pop(TOP_TOKEN_IDS, None)
         if top_log_probs is not None and top_token_ids is not None:
             return output | {"logprobs": reports.add(output["completion_ids"], top_log_probs, top_token_ids)}
-        numbers = list(chain.from_iterable(output.get("logprobs") or []))
-        if not numbers or not all(isinstance(x, int) for x in numbers):  # log-probs are floats, rows are not
+        numbers = chain.from_iterable(output.get("logprobs") or [])
+        rows = [x for x in numbers if x]  # 0 or None is no report, as for the tokens of an environment
+        if not rows or not all(isinstance(x, int) for x in rows):  # log-probs are floats, rows are not
             raise ValueError(
                 f'with anchor="rollout", rollout_func must return {TOP_LOG_PROBS} and {TOP_TOKEN_IDS} next to '
                 f"completion_ids, each [completion][token][entry], got {', '.join(sorted(output))}"

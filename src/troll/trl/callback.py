@@ -34,7 +34,9 @@ class TrollCallback(TrainerCallback):
         self.kl_bound: Bound = self._args.make_bound(total_steps=1)
         # The bound and the weight that the last update used, for the log: both have moved on by then.
         self._used_bound, self._used_penalty_weight = self.kl_bound.value, self._kl_controller.value
-        self._rests, self._rollouts = False, 0
+        #: Whether the current update leaves the policy as it is: the critic warms up, or nothing was judged.
+        self._policy_stays = False
+        self._rollouts = 0
         #: From `checkpoints.resolved`: the checkpoint to resume from, if any, and the defects of newer ones.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
@@ -63,7 +65,13 @@ class TrollCallback(TrainerCallback):
             part.load(Path(checkpoint))
         path = Path(checkpoint) / BOUND_STATE
         if path.is_file():
-            self.kl_bound.load_state_dict(json.loads(path.read_text()))
+            try:
+                self.kl_bound.load_state_dict(json.loads(path.read_text()))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} does not fit kl_bound_schedule={self._args.kl_bound_schedule!r} ({error}): resume with "
+                    "the schedule of the checkpoint, or delete this file to begin another"
+                ) from error
         elif self._args.kl_bound_schedule != "fixed" and state.is_world_process_zero:
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
         self.kl_bound.set_age(self._age())  # a resumed run begins with a rollout
@@ -81,8 +89,8 @@ class TrollCallback(TrainerCallback):
     ) -> None:
         """Updates the critic before the policy, so that an error stops both; skips both without a judged token."""
         nothing_judged = self._ungraded.left_nothing()
-        self._rests = nothing_judged or (self._critic is not None and self._critic.warming_up)
-        if self._rests:
+        self._policy_stays = nothing_judged or (self._critic is not None and self._critic.warming_up)
+        if self._policy_stays:
             # The optimiser skips a parameter without a gradient; with a gradient of zero its momentum would still move
             # it. DeepSpeed has made its update in the backward pass.
             model.zero_grad()
@@ -92,12 +100,12 @@ class TrollCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adapts ε to the statistics of the update, and β to those of a rollout's last update."""
         rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
-        self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._rests)
+        self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._policy_stays)
         self._rollouts = rollouts
         statistics = self._monitor.end_update()
         if statistics is not None:
             self._used_bound = self.kl_bound.value
-            if not self._rests:  # without a change of the policy there is no information about ε
+            if not self._policy_stays:  # without a change of the policy there is no information about ε
                 self.kl_bound.update(state.global_step, statistics)
         self.kl_bound.set_age(self._age())
         self._log(state, control)

@@ -218,8 +218,10 @@ def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None
     if limit is None or limit <= 0:
         return
     for other in _checkpoints(checkpoint.parent):
-        # An incomplete checkpoint would count towards the limit, so a complete one would be deleted instead.
-        if other != checkpoint and defect(other) is not None:
+        lacks, was_complete = _judge(other)
+        # One that was not written to its end would count towards the limit, so a complete one would be deleted instead.
+        # One that was changed later stays: somebody may have taken the optimizer's state out of it, to save space.
+        if lacks is not None and not was_complete and other != checkpoint:
             shutil.rmtree(other, ignore_errors=True)
     rotate_checkpoints(
         output_dir=str(checkpoint.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True

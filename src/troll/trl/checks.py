@@ -104,8 +104,8 @@ def tokenizer_of(trainer: Any) -> Any:
 def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None) -> None:
     """Raises ValueError if the end token, the padding token, or a token of the prompts has no row in the embedding.
 
-    A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So with such a tokenizer,
-    and only with such a one, text prompts are tokenized here.
+    Some tokenizers have tokens that the model lacks (Gemma 3's has one for images), which is harmless as long as they
+    do not occur. Text prompts are tokenized here only with such a tokenizer.
 
     Args:
         trainer: A `TrollTrainer`, which has a table of its missing tokens.

@@ -63,9 +63,8 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     ),
     "in [0, 1)": ("mass_threshold",),
     "in [0, 1]": ("resampling_right_share",),
-    "at least 1": ("generation_chunk_size",),
     "an integer, at least 0": ("diagnostics_steps", "resampling_rounds", "rollout_delay"),
-    "an integer, at least 1": ("support_top_k",),
+    "an integer, at least 1": ("support_top_k", "generation_chunk_size"),
 }
 
 
@@ -349,6 +348,11 @@ class TrollConfig(GRPOConfig):
             raise ValueError(
                 f"kl_in_reward weights the KL to the reference with beta, which must be above 0, got {self.beta}"
             )
+        if self.truncation is not None:
+            raise ValueError(
+                "kl_in_reward compares whole policies, and the old log-probabilities are those on the tokens that "
+                "top_p, top_k or min_p kept: set truncated_ratio=False, or leave kl_in_reward out"
+            )
 
     def _check_resampling(self) -> None:
         """Refuses resampling for estimators that learn from equal rewards, and with an engine's reports."""
@@ -428,6 +432,10 @@ class TrollConfig(GRPOConfig):
                 unset = value is None and self.__dataclass_fields__[name].default is None
                 if name not in unread and not unset and not (isinstance(value, Real) and RANGES[takes](value)):
                     raise ValueError(f"{name} must be {takes}, got {value!r}")
+        if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
+            raise ValueError(
+                "the temperature of generation_kwargs would replace eval_temperature in vLLM: set temperature instead"
+            )
         if self.eval_temperature == 0 and self.num_generations_eval != 1:
             raise ValueError(
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "

@@ -103,7 +103,8 @@ class Conversations:
         seam.replace_metrics(trainer, tokens | completion_metrics([(t, ended) for _, t, ended in total]))
         if not training:
             return output
-        length = padded(max(map(len, processes)), trainer.args.steps_per_generation)
+        multiple = trainer.args.steps_per_generation
+        length = -(-max(map(len, processes)) // multiple) * multiple  # rounded up
         fillers = length - len(rows)
         rows += [Conversation([pad], [pad], [0], [0.0])] * fillers
         samples = [*range(size), *(i for i, several in enumerate(earlier) for _ in several), *[0] * fillers]
@@ -183,11 +184,6 @@ def _conversation(given: Any, place: str, log_probs: bool) -> Conversation:
         if values is not None and len(values) != len(found.completion_ids):
             raise ValueError(f"{name} of {place} has {len(values)} entries for {len(found.completion_ids)} tokens")
     return found
-
-
-def padded(rows: int, multiple: int) -> int:
-    """The least multiple that is not below a number of rows."""
-    return -(-rows // multiple) * multiple
 
 
 def completion_metrics(counts: Sequence[tuple[int, bool]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from troll.huggingface.policies import scatter
@@ -76,7 +77,10 @@ class Diagnostics:
         A rollout with images is skipped, since the images are not passed on.
         """
         self._probe = None
-        if "pixel_values" in rolled_out or self._args.tail != "bucket" or self._args.anchor != "old":
+        if self._args.tail != "bucket" or self._args.anchor != "old":
+            return
+        # Images may be on some processes only, and all have to read the probe, or none.
+        if any(gather_object(["pixel_values" in rolled_out])):
             return
         mask = loss_mask(rolled_out)
         row = mask.sum(-1).argmax()

@@ -26,7 +26,8 @@ def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], l
 
     Returns:
         The token ids of N completions, each up to its end or of `max_completion_length` tokens; and the engine's
-        log-probabilities of these tokens, None without an engine.
+        log-probabilities of these tokens, None without an engine. With `anchor="rollout"` they are numbers to pass on
+        unchanged as `logprobs`, not log-probabilities.
     """
     # All processes ask about equally many prompts, since TRL finds its own among a server's answers by their number.
     number = max(1, *gather_object([len(prompts)]))
@@ -39,8 +40,7 @@ def generate_in_chunks(model: Any, size: int) -> None:
     """Makes `model.generate` of transformers or PEFT generate at most `size` completions at a time.
 
     The KV cache then has at most `size` sequences. A call is not changed if it returns more than token ids, or if its
-    tensors cannot be split by prompt, for example with several images per prompt in Qwen's models. `generate` raises
-    ValueError if chunks have different lengths and neither generation configuration has a `pad_token_id`.
+    tensors cannot be split by prompt, for example with several images per prompt in Qwen's models.
     """
     inner = type(model).generate
 
@@ -55,10 +55,8 @@ def generate_in_chunks(model: Any, size: int) -> None:
         lengths = {ids.shape[1] for ids in outputs}
         if len(lengths) == 1:
             return torch.cat(outputs)
-        filler = config.pad_token_id if config.pad_token_id is not None else self.generation_config.pad_token_id
-        if filler is None:
-            raise ValueError("chunks of different lengths need a pad_token_id in the generation configuration")
-        return torch.cat([pad(ids, (0, max(lengths) - ids.shape[1]), value=int(filler)) for ids in outputs])
+        # TRL always sets the padding token.
+        return torch.cat([pad(ids, (0, max(lengths) - ids.shape[1]), value=config.pad_token_id) for ids in outputs])
 
     # A method of the instance, so that a copy of the model generates with its own weights.
     model.generate = MethodType(generate, model)

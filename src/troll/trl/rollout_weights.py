@@ -23,11 +23,12 @@ WEIGHTS_STATE = "rollout_weights.pt"
 
 
 class RolloutWeights:
-    """Samples rollouts with the trained weights of k rollouts ago, or the initial ones for the first k + 1; rounded.
+    """Samples rollouts with the trained weights of k rollouts ago, rounded to `rollout_dtype` if it is set.
 
-    A rollout is made and trained on in one process, but is as old as one from a queue of k rollouts. With
-    `anchor="old"`, only generation uses these weights, and the old policy is the network when the rollout is scored.
-    With `anchor="rollout"`, scoring uses them too, so the old policy is exactly the policy that sampled the tokens.
+    The first k + 1 rollouts use the initial weights. A rollout is made and trained on in one process, but is as old as
+    one from a queue of k rollouts. With `anchor="old"`, only generation uses these weights, and the old policy is the
+    network when the rollout is scored. With `anchor="rollout"`, scoring uses them too, so the old policy is exactly the
+    policy that sampled the tokens.
 
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.

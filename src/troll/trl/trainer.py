@@ -194,7 +194,7 @@ class TrollTrainer(GRPOTrainer):
     def observe_rewards(self, rewards: Tensor, judged: Judged) -> None:
         """Keeps the (N, F) rewards of all processes, and this process's completions; the last call counts."""
         self.ungraded.observe(rewards)
-        self.advantages.observe(rewards, self.reward_weights, judged)
+        self.advantages.observe(rewards, judged)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         score = super()._get_per_token_logps_and_entropies

@@ -110,6 +110,7 @@ class UngradedFilter:
         self._troubled_rollouts += 1
         self._hopeless_rollouts = self._hopeless_rollouts + 1 if hopeless else 0
         if self._hopeless_rollouts == HOPELESS_ROLLOUTS:
+            self._hopeless_rollouts = 0  # training may go on in this process
             raise NothingJudgedError(
                 f"nothing could be judged in {HOPELESS_ROLLOUTS} rollouts in a row, most often because of: {reason}. "
                 "Fix this, and resume from the last checkpoint"

@@ -30,7 +30,7 @@ TokenAdvantages = Callable[[Tensor, int], Tensor]
 class Estimator:
     """An entry of `ESTIMATORS`.
 
-    Args:
+    Attributes:
         of_sequences: Computes the advantages of whole completions; None if TRL or a critic does.
         of_tokens: Computes the advantages of single tokens; None if rewards with a method `of_tokens` are refused.
         needs_critic: Whether token advantages are computed from a critic's values, by `token_advantages`.
@@ -158,15 +158,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         mask: (B, T), 1 for the tokens of the policy. Rewards and values may be NaN elsewhere.
         gamma: Discount γ, in [0, 1].
         lam: λ in [0, 1]: 0 is the one-step temporal difference, 1 the whole return minus the value.
-
-    Raises:
-        ValueError: If the shapes differ.
     """
-    if not rewards.shape == values.shape == mask.shape:
-        raise ValueError(
-            "rewards, values and mask must have one shape (B, T), got "
-            f"{tuple(rewards.shape)}, {tuple(values.shape)} and {tuple(mask.shape)}"
-        )
     acts = mask.bool()
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, 0])

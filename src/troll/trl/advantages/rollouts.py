@@ -54,10 +54,10 @@ class Advantages:
             with torch.random.fork_rng(devices=[]):  # so that other estimators with this seed have the same rollouts
                 self.critic = _critic(trainer, given)
 
-    def observe(self, rewards_per_function: Tensor, weights: Tensor, judged: Judged) -> None:
-        """Keeps the (N, F) rewards of all processes' rollout, the (F,) weights, and this process's completions."""
+    def observe(self, rewards_per_function: Tensor, judged: Judged) -> None:
+        """Keeps the (N, F) rewards of all processes' rollout, and this process's completions."""
         self._per_function, self._judged = rewards_per_function, judged
-        self._rewards = combine_rewards(rewards_per_function, weights)
+        self._rewards = combine_rewards(rewards_per_function, self._trainer.reward_weights)
 
     def put_into(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """Puts the estimator's advantages and the critic's targets into a rollout; TRL's table shows the advantages."""

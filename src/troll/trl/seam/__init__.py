@@ -1,6 +1,7 @@
 """All private names of TRL and transformers that we use; `needed` checks at import that they fit.
 
-No other module in `troll.trl` uses a private name of theirs.
+Besides, `TrollTrainer` overrides some private methods, which `needed` checks too, and two modules read a private
+attribute of a configuration.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
 
 
 def completions(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
-    """Calls TRL to generate a completion of each prompt, as token ids; with log-probabilities if an engine has them."""
+    """Calls TRL to generate a completion of each prompt, as token ids; with `logprobs` if there is an engine."""
     return trainer._generate_single_turn(prompts, None, {}, 1)
 
 
@@ -276,8 +277,8 @@ def micro_batches_done(trainer: Any) -> int:
 
 
 def forget_rollout(trainer: Any) -> None:
-    """Makes TRL generate a rollout in its next pass, instead of continuing with an interrupted one."""
-    trainer._step, trainer._buffered_inputs = 0, None
+    """Makes TRL generate a rollout in its next pass, by the current weights, instead of continuing with an old one."""
+    trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 0, None, -1
 
 
 def skip_epochs(loader: Any, epochs: int) -> None:

@@ -105,7 +105,10 @@ RELIED_ON = (
         "_generate_single_turn",
         "generation for rollout functions",
         "prompt_ids images multimodal_fields num_generations",
+        "_last_loaded_step",
     ),
+    _method(GRPOTrainer, "_get_output_dir", "where checkpoints are", "trial"),
+    _method(GRPOTrainer, "_push_from_checkpoint", "pushing a checkpoint once it is complete", "checkpoint_folder"),
     _method(GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", "prompts", "input_ids"),
     _method(
         GRPOTrainer, "_log_completion_extra", "what reward functions log of completions", uses="_pending_extra_logs"

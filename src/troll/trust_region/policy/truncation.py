@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,58 +82,44 @@ class Truncation:
             kept = kept & ((remaining > 1 - self.top_p) | first)
         return kept & likely
 
+    def restrict(self, policy: SparsePolicy) -> tuple[SparsePolicy, Tensor]:
+        """Restricts a policy to its kept set and renormalises it, without a tail.
 
-@torch.no_grad()
-def capture_kept(
-    capture_largest: Callable[[int, Tensor | None], SparsePolicy], top_k: int, truncation: Truncation
-) -> tuple[SparsePolicy, Tensor]:
-    """Captures the policy from which a sampler drew: on its kept set and renormalised, without a tail.
+        The sampled token always belongs to the kept set: if rounding or ties left it outside, it is added. The result
+        has as many slots as the largest kept set needs; finding their number waits for the device.
 
-    The sampled token always belongs to the kept set: if rounding or ties left it outside, it is added. The policy has
-    as many slots as the largest kept set needs. This function waits for the device.
+        Args:
+            policy: At token positions (...), with all tokens that the sampler keeps.
 
-    Args:
-        capture_largest: A function that captures a given number of tokens, with `mass_threshold=0`, at some of the
-            flattened token positions, (n,), or with None at all of them, (...).
-        top_k: The slots of the first attempt. Positions whose kept set needs more get four times as many in the next.
-        truncation: The sampler's truncation.
+        Returns:
+            The policy, (...); and where the sampled token was added, (...) bool.
+        """
+        kept = self.kept(policy)
+        sampled = torch.arange(policy.top_k, device=kept.device) == policy.slot.unsqueeze(-1)
+        added, kept = (sampled & ~kept).any(-1), kept | sampled
+        order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
+        token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
+        slots = max(1, int(used.reshape(-1, policy.top_k).any(0).sum()))
+        token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
+        cut = torch.cat([policy.log_probs.masked_fill(kept, -torch.inf), policy.tail_log_prob.unsqueeze(-1)], -1)
+        # Rows that are no distribution stay NaN.
+        log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
+        restricted = dataclasses.replace(
+            policy,
+            token_ids=token_ids.masked_fill(~used, -1),
+            log_probs=log_probs,
+            tail_log_prob=torch.logsumexp(cut, -1),
+            slot=kept.cumsum(-1).gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1) - 1,
+            truncated=True,
+        )
+        return restricted, added
 
-    Returns:
-        The policy, at token positions (...); and where the sampled token was added, (...) bool.
-
-    Raises:
-        ValueError: If a policy that was read at some tokens only lacks others that the sampler keeps.
-    """
-    # One slot may hold a sampled token that is less likely than others outside, and one more shows that there is room.
-    policy = capture_largest(max(top_k, truncation.top_k + 2), None)
-    shape, policy = policy.shape, policy.view((policy.shape.numel(),))
-    full = _full(policy, truncation).nonzero().squeeze(-1)
-    while len(full):
-        larger = capture_largest(4 * policy.top_k, full)
-        if larger.used.sum() == policy[full].used.sum():
-            raise ValueError("source must hold all tokens that the sampler keeps, and was read at fewer")
-        policy = policy.with_positions(full, larger)
-        full = full[_full(larger, truncation)]
-    policy = policy.view(shape)
-    kept = truncation.kept(policy)
-    sampled = torch.arange(policy.top_k, device=kept.device) == policy.slot.unsqueeze(-1)
-    added, kept = (sampled & ~kept).any(-1), kept | sampled
-    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
-    token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
-    slots = max(1, int(used.reshape(-1, policy.top_k).any(0).sum()))
-    token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
-    cut = torch.cat([policy.log_probs.masked_fill(kept, -torch.inf), policy.tail_log_prob.unsqueeze(-1)], -1)
-    # Rows that are no distribution stay NaN.
-    log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
-    truncated = dataclasses.replace(
-        policy,
-        token_ids=token_ids.masked_fill(~used, -1),
-        log_probs=log_probs,
-        tail_log_prob=torch.logsumexp(cut, -1),
-        slot=kept.cumsum(-1).gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1) - 1,
-        truncated=True,
-    )
-    return truncated, added
+    def exceeds(self, policy: SparsePolicy) -> Tensor:
+        """(...) bool, true where the kept set may be larger than the slots: fewer than two of them are left over."""
+        truncation = self
+        if self.min_p_first and self.min_p:  # the mass that top-p takes a share of has to be there
+            truncation = dataclasses.replace(self, top_p=1.0)
+        return (truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1) & (policy.tail_log_prob > -torch.inf)
 
 
 def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSupport, SparsePolicy]:
@@ -153,10 +138,3 @@ def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSuppor
         PolicyOnSupport(slot.unsqueeze(-1), torch.logsumexp(new.logits, -1, keepdim=True), rest, new.vocab_size),
         SparsePolicy(slot.unsqueeze(-1), log_kept, cut, slot, old.vocab_size, old.mass_threshold),
     )
-
-
-def _full(policy: SparsePolicy, truncation: Truncation) -> Tensor:
-    """(...) bool, true where a policy's slots may not have the whole kept set: fewer than two slots are left over."""
-    if truncation.min_p_first and truncation.min_p:  # the mass that top-p takes a share of has to be there
-        truncation = dataclasses.replace(truncation, top_p=1.0)
-    return (truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1) & (policy.tail_log_prob > -torch.inf)

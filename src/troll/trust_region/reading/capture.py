@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from troll.trust_region.kernels import MAX_SELECTED
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
 from troll.trust_region.policy.top import Top, largest_of_policy, policy_from_top
-from troll.trust_region.policy.truncation import Truncation, capture_kept
+from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import LogitsSource
@@ -52,21 +50,50 @@ def capture(
     source = Logits(source) if isinstance(source, Tensor) else source
     if truncation is None:
         return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
-    return capture_kept(largest_of(source, token_ids), top_k, truncation)[0]
+    return capture_kept(source, token_ids, top_k, truncation)[0]
 
 
-def largest_of(
-    source: LogitsSource | PolicyOnSupport, token_ids: Tensor
-) -> Callable[[int, Tensor | None], SparsePolicy]:
-    """What `capture_kept` captures of a source: the largest logits at some positions."""
+@torch.no_grad()
+def capture_kept(
+    source: LogitsSource | PolicyOnSupport,
+    token_ids: Tensor,
+    top_k: int,
+    truncation: Truncation,
+    first: SparsePolicy | None = None,
+) -> tuple[SparsePolicy, Tensor]:
+    """Captures the policy from which a sampler drew: on its kept set and renormalised, without a tail.
 
-    def largest(top_k: int, positions: Tensor | None) -> SparsePolicy:
-        if positions is None:
-            return _captured(source, token_ids, top_k, 0.0, entropy=False)[0]
-        part = source.at(positions)
-        return _captured(part, token_ids.reshape(-1)[positions], top_k, 0.0, entropy=False)[0]
+    Waits for the device.
 
-    return largest
+    Args:
+        source: As for `capture`.
+        token_ids: The sampled tokens, (...).
+        top_k: The slots of the first attempt. Positions whose kept set needs more get four times as many in the next.
+        truncation: The sampler's truncation.
+        first: The first attempt, if it has been made, with `_slots` slots and `mass_threshold=0`.
+
+    Returns:
+        The policy, at token positions (...); and where the sampled token had to be added, (...) bool.
+
+    Raises:
+        ValueError: If a policy that was read at some tokens only lacks others that the sampler keeps.
+    """
+    if first is None:
+        first, _ = _captured(source, token_ids, _slots(top_k, truncation), 0.0, entropy=False)
+    policy, sampled = first.view((first.shape.numel(),)), token_ids.reshape(-1)
+    full = truncation.exceeds(policy).nonzero().squeeze(-1)
+    while len(full):
+        larger, _ = _captured(source.at(full), sampled[full], 4 * policy.top_k, 0.0, entropy=False)
+        if larger.used.sum() == policy[full].used.sum():
+            raise ValueError("source must hold all tokens that the sampler keeps, and was read at fewer")
+        policy = policy.with_positions(full, larger)
+        full = full[truncation.exceeds(larger)]
+    return truncation.restrict(policy.view(first.shape))
+
+
+def _slots(top_k: int, truncation: Truncation) -> int:
+    # One slot may hold a sampled token that is less likely than others outside, and one more shows that there is room.
+    return max(top_k, truncation.top_k + 2)
 
 
 def capture_with_entropy(
@@ -81,14 +108,10 @@ def capture_with_entropy(
 
     Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
     """
-    threshold = mass_threshold if truncation is None else 0.0
-    first = top_k if truncation is None else max(top_k, truncation.top_k + 2)
-    old, entropy = _captured(source, token_ids, first, threshold, entropy=True)
+    slots, threshold = (top_k, mass_threshold) if truncation is None else (_slots(top_k, truncation), 0.0)
+    old, entropy = _captured(source, token_ids, slots, threshold, entropy=True)
     assert entropy is not None
-    if truncation is not None:
-        more = largest_of(source, token_ids)
-        old, _ = capture_kept(lambda k, at: old if at is None else more(k, at), top_k, truncation)
-    return old, entropy
+    return old if truncation is None else capture_kept(source, token_ids, top_k, truncation, first=old)[0], entropy
 
 
 @torch.no_grad()
