@@ -65,8 +65,12 @@ def test_what_it_says_of_the_study_is_so() -> None:
     found = [difference("b", rival) for rival in ("clip", "KL penalty")]
     assert [(round(points), verdict) for points, verdict in found] == [(7, "better"), (-7, "worse")]
     (minus_troll,) = re.findall(r"^\| clip epsilon=0\.2 \| \S+ ± \S+ \(20\) \| (\S+) ", exploration, re.M)
-    lead += [round(points) for points, _ in found[:1]] + [-round(float(minus_troll.replace("−", "-")))]
-    assert f"{min(lead)} to {max(lead)} points ahead of the clip" in " ".join(README.split())
+    assert minus_troll.startswith("−")
+    text = " ".join(README.split())
+    assert f"{min(lead)} to {max(lead)} points ahead of the clip" in text
+    (other_seeds,) = re.findall(r"TROLL is ahead by 7, and .* other seeds by (\+\S+ points \[\S+ \S+\])\.", text)
+    results = (ROOT / "docs" / "results.md").read_text("utf-8")
+    assert f"20 other seeds by {other_seeds}" in " ".join(results.split())
 
 
 def test_what_it_says_of_the_cost_is_measured() -> None:

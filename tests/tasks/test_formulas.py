@@ -1,60 +1,6 @@
-import re
-from pathlib import Path
-
 import pytest
-import reasoning_gym
-from reasoning_gym.factory import create_dataset
 
-from troll.tasks.formulas import VERIFIERS, is_antiderivative, is_expanded, uses_numbers
-from troll.tasks.reasoning_gym import Question, is_correct
-
-
-@pytest.mark.parametrize("name", sorted(VERIFIERS))
-def test_verifiers_accept_the_answers_of_the_data_set_and_no_others(name: str) -> None:
-    entries = create_dataset(name, seed=3, size=40)
-    for entry in entries:
-        answer = entry["metadata"]["valid_answers"][0] if name == "n_queens" else entry["answer"]
-        if "Integral(" in answer:  # sympy did not find the integral, and the data set's verifier accepts the question
-            assert not is_correct(entries, answer, Question("", entry))
-            continue
-        assert entries.score_answer(answer, entry) == 1
-        assert is_correct(entries, answer, Question("", entry))
-        for wrong in ("", "0", f"{answer} + {answer}", answer[1:], f"[{answer}]", f"{answer} # {answer}"):
-            assert not is_correct(entries, wrong, Question("", entry)), wrong
-
-
-def test_verifiers_replace_all_that_evaluate_the_models_text() -> None:
-    evaluated = re.compile(r"\b(?:eval|parse_expr|sympify|exec)\(answer")
-    found = {
-        path.stem
-        for path in Path(reasoning_gym.__file__).parent.rglob("*.py")
-        if evaluated.search(path.read_text(encoding="utf-8"))
-    }
-    assert found == VERIFIERS.keys()
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "exit()", "__import__('os').abort()", "open('a', 'w')", "9**9**9**9", "60**75**8", "99999999!",
-        "x" * 9999, "(" * 80 + "9" + "**99)" * 80,
-        "(" * 900 + "1" + ")" * 900, "-" * 999 + "1", "exp(" * 300 + "9" + ")" * 300, "1/0", "0**-1", "x.real",
-        "[1][0]",
-        "lambda: 1", "1if 1else 1", "True", "1j", "", "x\n", "f(x)", "exp(x, x)", "exp(x=1)", "2(3)", "٣", "1 # 2",
-        "'24'",
-        "log(0)", "exp(999)", "x**(10**9)", "0.1**1000000", "E**(E**(E**9))", "7" * 999,
-    ],
-)  # fmt: skip
-def test_verifiers_run_nothing_and_end(answer: str) -> None:
-    questions: list[tuple[str, dict[str, object]]] = [
-        ("puzzle24", {"numbers": [4, 6, 1, 1]}),
-        ("simple_integration", {"integrand": "2*x", "variable": "x"}),
-        ("polynomial_multiplication", {}),
-        ("string_insertion", {}),
-    ]
-    for name, metadata in questions:
-        entry = {"answer": "x**2 - 1", "metadata": {"source_dataset": name, **metadata}}
-        assert not is_correct(create_dataset(name, size=1), answer, Question("", entry))
+from troll.tasks.formulas import is_antiderivative, is_expanded, uses_numbers
 
 
 def test_uses_numbers_is_exact_and_takes_each_number_once() -> None:

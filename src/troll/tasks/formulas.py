@@ -1,7 +1,7 @@
-"""Verifiers for data sets of reasoning-gym whose own verifiers evaluate the model's text as Python.
+"""Formulas in a model's answer: their value, whether they are an expanded polynomial, and what their derivative is.
 
-They `eval` it, or pass it to sympy's `parse_expr`, which does. Here only numbers, names, `+ - * / **`, parentheses and
-elementary functions are read, from Python's syntax tree, in time that is bounded by the length of the text.
+Nothing is evaluated as Python. Only numbers, names, `+ - * / **`, parentheses and elementary functions are read, from
+Python's syntax tree, in time that is bounded by the length of the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 #: The longest text that is read; an answer with more characters is wrong.
 MAX_CHARACTERS = 1000
@@ -221,23 +221,3 @@ def is_antiderivative(answer: str, integrand: str, variable: str) -> bool:
         if not abs(found - wanted) <= _RELATIVE_TOLERANCE * abs(wanted):
             return False
     return True
-
-
-#: The verifiers by data set: whether an answer is right for an entry of reasoning-gym.
-VERIFIERS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
-    # An answer in another notation, such as a Python list, gets a part of the score from reasoning-gym.
-    "binary_matrix": lambda answer, entry: answer == entry["answer"],
-    "string_insertion": lambda answer, entry: answer == entry["answer"],
-    "spiral_matrix": lambda answer, entry: answer.strip() == entry["answer"].strip(),
-    "n_queens": lambda answer, entry: answer in entry["metadata"]["valid_answers"],
-    # Reasoning-gym rounds 24.9 down, and takes any four numbers.
-    "puzzle24": lambda answer, entry: uses_numbers(answer, entry["metadata"]["numbers"], 24),
-    "countdown": lambda answer, entry: uses_numbers(answer, entry["metadata"]["numbers"], entry["metadata"]["target"]),
-    "polynomial_multiplication": lambda answer, entry: is_expanded(answer, entry["answer"]),
-    "simple_integration": lambda answer, entry: is_antiderivative(
-        answer, entry["metadata"]["integrand"], entry["metadata"]["variable"]
-    ),
-    "intermediate_integration": lambda answer, entry: is_antiderivative(
-        answer, entry["metadata"]["integrand"], entry["metadata"]["variable"]
-    ),
-}

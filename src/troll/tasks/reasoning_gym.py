@@ -9,10 +9,10 @@ import torch
 from datasets import Dataset
 
 from troll.rewards.grading import completion_text
-from troll.tasks import formulas
 from troll.tasks.attempts import attempt_rewards, overthought
 from troll.tasks.options import Options
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
+from troll.tasks.verifiers import FORMS, VERIFIERS
 
 Split = Literal["eval", "warmup", "train"]
 
@@ -254,9 +254,13 @@ def _unwrapped(text: str, answer_format: str) -> str | None:
 
 def is_correct(verifier: Any, answer: str, question: Question) -> bool:
     """Whether an answer gets the full score of the data set's verifier, or of the one that replaces it."""
-    own = formulas.VERIFIERS.get(question.entry["metadata"].get("source_dataset"))
+    data_set = question.entry["metadata"].get("source_dataset")
     try:
-        return own(answer, question.entry) if own else bool(verifier.score_answer(answer, question.entry) >= 1.0)
+        if data_set in VERIFIERS:
+            return VERIFIERS[data_set](answer, question.entry)
+        if data_set in FORMS and not FORMS[data_set].fullmatch(answer):
+            return False
+        return bool(verifier.score_answer(answer, question.entry) >= 1.0)
     except Exception:
         # Several verifiers parse or index the model's text, which can raise any error.
         return False
