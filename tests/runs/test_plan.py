@@ -199,7 +199,7 @@ def test_remedy_names_a_smaller_model_where_no_setting_helps() -> None:
     remedy = planned(gib=1e-4).remedy()
     assert " even with --" in remedy
     assert "--generation_chunk_size " in remedy
-    assert remedy.endswith("take a smaller model, shorter completions (--max_completion_length), or more GPUs (--gpus)")
+    assert remedy.endswith("take a smaller model, shorter completions (--max_completion_length), or more GPUs")
 
 
 def test_remedy_for_a_model_without_default_layers_for_adapters() -> None:
