@@ -65,7 +65,7 @@ def test_values_of_a_recipe_are_read_as_on_the_command_line(tmp_path: Path) -> N
     file.write_text("environment: reach\nlearning_rate: 1e-3\ngae_decay: 0\n")  # YAML reads 1e-3 as a text
     config = load(str(file))
     assert (config.learning_rate, config.gae_decay) == (1e-3, 0.0)
-    for line, message in (("episodes: 64.5", "invalid int value"), ("seed: null", "invalid int value")):
+    for line, message in (("episodes: 64.5", "invalid int value"), ("seed: null", "seed has no value")):
         file.write_text(f"environment: reach\n{line}\n")
         with pytest.raises(ValueError, match=message):
             load(str(file))

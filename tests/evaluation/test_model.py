@@ -136,7 +136,9 @@ def test_weights_that_are_cut_short_are_one_line(tiny_model: Path, tmp_path: Pat
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(EvaluationError, match=r"the weights of .*model cannot be read, .*: download or save them again"):
+    with pytest.raises(
+        EvaluationError, match=r"the weights of .*model cannot be read, .*: download or save them again"
+    ):
         load_model(find_model(str(folder)), "auto")
 
 

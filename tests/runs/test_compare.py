@@ -261,7 +261,7 @@ def test_without_matplotlib_the_results_are_there_but_for_the_page(tmp_path, how
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert compare(grid(), tmp_path / "all", console, jobs=2) == "finished"
     assert "50.0 ± 0.0 (2)" in text_of(console)
-    assert 'no comparison: the report needs matplotlib: pip install "troll-rl[report]"' in text_of(console)
+    assert 'no comparison page: the report needs matplotlib: pip install "troll-rl[report]"' in text_of(console)
 
 
 def test_square_brackets_are_no_markup(tmp_path: Path, how: dict[str, str], console: Console) -> None:

@@ -141,8 +141,11 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
             parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_boolean)
         else:
             parser.add_argument(f"--{field.name}", type={"int": int, "float": float, "str": str}[str(field.type)])
-    # The recipe's values take the same way as the command line's: YAML reads 1e-3 as a text.
-    recipe = [f"--{name}={value}" for name, value in read_yaml(path).items()]
+    values = read_yaml(path)
+    if empty := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"{path}: {empty[0]} has no value")
+    # They take the same way as the command line's: YAML reads 1e-3 as a text.
+    recipe = [f"--{name}={value}" for name, value in values.items()]
     given, unknown = parser.parse_known_args([*recipe, *overrides])
     if unknown:
         name = unknown[0].removeprefix("--").partition("=")[0]

@@ -90,9 +90,9 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     """
     conversational = tokenizer.chat_template is not None
     task = load_task(config, conversational=conversational)
-    reward: Any = next(iter(task.reward_funcs), None)
-    if not isinstance(reward, Grader) and getattr(reward, "__name__", None) != "success":
+    if not task.has_success:
         raise EvaluationError(f"task {task.name!r} cannot tell success from failure, so there is nothing to evaluate")
+    reward: Any = task.reward_funcs[0]
     rows = task.eval_dataset
     if "images" in rows.column_names:
         raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text only")

@@ -258,7 +258,7 @@ def _print_results(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[st
             console.print(console_table(read_comparison([folder])))
             say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:
-            say(console, f"no comparison: {error}")
+            say(console, f"no comparison page: {error}")
     for name in failed:
         log = folder / f"{name}.log"
         say(console, f"failed: {name}; its log is {log} and ends with")

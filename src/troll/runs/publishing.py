@@ -193,8 +193,6 @@ def _quick_start(recipe: Recipe, task: Task, trained_on: TrainingTask, model: st
             f"tokenizer.apply_chat_template(\n    {prompt!r},\n    add_generation_prompt=True, return_dict=True, "
             f'return_tensors="pt"{variables}\n)'
         )
-    first = task.reward_funcs[0] if task.reward_funcs else None
-    can_be_evaluated = recipe.task.rollout_func is None and getattr(first, "__name__", None) == "success"
     example = f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -204,7 +202,7 @@ inputs = {inputs}
 output = model.generate(**inputs, max_new_tokens={recipe.training.max_completion_length})
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```"""
-    if not can_be_evaluated:
+    if recipe.task.rollout_func is not None or not task.has_success:
         return example
     return f"{example}\n\n`troll eval {model}` evaluates it on its task, prompted as in training (`{TASK_FILE}`)."
 

@@ -21,8 +21,8 @@ MAX_CHARACTERS = 1000
 # A word that begins with a digit is a number without letters: Python would warn of `1if`.
 _FORMULA = re.compile(r"(?!.*\b\d\w*[A-Za-z_])[\w+\-*/.() ]*", re.ASCII)
 _INTEGER = re.compile(r"\d+", re.ASCII)
-_LARGEST_EXPONENT = 99
-_MOST_BITS = 10_000  # of an integer in a coefficient
+_LARGEST_EXPONENT = 999
+_MOST_BITS = 4000  # of an integer in a coefficient
 
 # An antiderivative is compared with the integrand at these points.
 _POINTS = (0.37 + 0.21j, 0.53 - 0.17j, 0.71 + 0.34j, 0.83 - 0.29j, 1.09 + 0.13j)
@@ -36,6 +36,8 @@ def evaluate(
     leaf: Callable[[int | float | str], T],
     operators: Mapping[type[ast.operator], Callable[[T, T], T]],
     functions: Mapping[str, Callable[[T], T]] | None = None,
+    *,
+    most: int = MAX_CHARACTERS,
 ) -> T:
     """Evaluates a formula.
 
@@ -44,13 +46,14 @@ def evaluate(
         leaf: The value of a number or of a name.
         operators: The binary operators that may occur, among them `ast.Sub`.
         functions: The functions of one argument that may occur, by name.
+        most: The most characters that are read.
 
     Raises:
         ValueError: If the text is no formula with these operators and functions.
         ArithmeticError: If a value is not defined, or too large.
     """
     text = text.strip()
-    if len(text) > MAX_CHARACTERS or not _FORMULA.fullmatch(text):
+    if len(text) > most or not _FORMULA.fullmatch(text):
         raise ValueError(f"no formula: {text[:40]!r}")
 
     def value(node: ast.expr) -> T:
@@ -105,11 +108,18 @@ def _summed(*terms: Polynomial) -> Polynomial:
     for polynomial in terms:
         for monomial, coefficient in polynomial.items():
             total[monomial] = total.get(monomial, Fraction(0)) + coefficient
-    return {monomial: coefficient for monomial, coefficient in total.items() if coefficient}
+    total = {monomial: coefficient for monomial, coefficient in total.items() if coefficient}
+    _check_digits(total)
+    return total
 
 
 def _constant(polynomial: Polynomial) -> Fraction | None:
     return polynomial.get(frozenset(), Fraction(0)) if polynomial.keys() <= {frozenset()} else None
+
+
+def _check_digits(polynomial: Polynomial, times: int = 1) -> None:
+    if any(times * n.bit_length() > _MOST_BITS for x in polynomial.values() for n in x.as_integer_ratio()):
+        raise OverflowError("a coefficient of too many digits")
 
 
 def _product(first: Polynomial, second: Polynomial) -> Polynomial:
@@ -122,6 +132,7 @@ def _product(first: Polynomial, second: Polynomial) -> Polynomial:
             for name, exponent in other:
                 exponents[name] = exponents.get(name, 0) + exponent
             product[frozenset((name, exponent) for name, exponent in exponents.items() if exponent)] = a * b
+    _check_digits(product)
     return product
 
 
@@ -136,8 +147,7 @@ def _power(base: Polynomial, exponent: Polynomial) -> Polynomial:
     times = _constant(exponent)
     if times is None or times.denominator > 1 or not 0 <= times <= _LARGEST_EXPONENT or len(base) > 1:
         raise ValueError("a power that was not expanded")
-    if any(times * n.bit_length() > _MOST_BITS for x in base.values() for n in x.as_integer_ratio()):
-        raise OverflowError("a power of too many digits")
+    _check_digits(base, int(times))
     return {
         frozenset((name, power * int(times)) for name, power in monomial if times): coefficient ** int(times)
         for monomial, coefficient in base.items()
@@ -155,7 +165,9 @@ _POLYNOMIALS: dict[type[ast.operator], Callable[[Polynomial, Polynomial], Polyno
 
 def is_expanded(answer: str, polynomial: str) -> bool:
     """Whether a formula is an expanded polynomial, and equal to another."""
-    return evaluate(answer, _leaf, _POLYNOMIALS) == evaluate(polynomial, _leaf, _POLYNOMIALS)
+    most = max(MAX_CHARACTERS, 2 * len(polynomial))
+    found, wanted = (evaluate(text, _leaf, _POLYNOMIALS, most=most) for text in (answer, polynomial))
+    return found == wanted
 
 
 class _Dual(NamedTuple):

@@ -83,7 +83,7 @@ def decontaminate(task: Task, others: Sequence[Task]) -> Task:
         if names.count(name) > 1:
             raise TaskError(f"task {name!r} is there twice: name each of eval_tasks once, without the task itself")
     for other in others:
-        if not other.reward_funcs or getattr(other.reward_funcs[0], "__name__", None) != "success":
+        if not other.has_success:
             raise TaskError(f"task {other.name!r} cannot be judged with others: it has no reward named 'success'")
     asked = {question for other in others for question in other.held_out_questions or ()}
     questions = task.train_questions or ()

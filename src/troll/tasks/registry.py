@@ -133,6 +133,11 @@ class Task:
     hub_dataset: str | None = None
 
     @property
+    def has_success(self) -> bool:
+        """Whether the task can tell success from failure."""
+        return bool(self.reward_funcs) and getattr(self.reward_funcs[0], "__name__", None) == "success"
+
+    @property
     def short_name(self) -> str:
         """The name in metrics: the task's name; for a file, the file's name without folder and ending."""
         path, colon, argument = self.name.partition(":")

@@ -18,7 +18,7 @@ from troll.tasks.formulas import MAX_CHARACTERS, is_antiderivative, is_expanded,
 Entry = dict[str, Any]
 Verifier = Callable[[str, Entry], bool]
 
-_PROBABILITY = re.compile(r"\d{1,9}/\d{1,9}|(?:\d{1,9}|\d{0,9}\.\d{1,20})(?:e-\d{1,2})?", re.ASCII)
+_PROBABILITY = re.compile(r"\d{1,400}/\d{1,400}|(?:\d{1,9}|\d{0,9}\.\d{1,20})(?:[eE]-\d{1,3})?", re.ASCII)
 _MOVES = re.compile(r"[A-Z][+-][1-4](?:\s+[A-Z][+-][1-4])*", re.ASCII)
 _BOX_MOVE = re.compile(r"move\(box_\w+, (?:target_\w+|square\[[\d.]+, [\d.]+\])\)", re.ASCII)
 _LOGIC = re.compile(r"[A-Z()\s↔→∨∧¬]*")
@@ -49,9 +49,11 @@ def _pool_matrix(answer: str, entry: Entry) -> bool:
 
 
 def _decimal_arithmetic(answer: str, entry: Entry) -> bool:
+    # Reasoning-gym rounds every intermediate result to the digits that are asked for; three of them may be lost.
+    asked = re.search(r"maximum of (\d+) significant digits", entry["question"])
     with localcontext(prec=50):  # reasoning-gym sets the process's precision
-        wanted = Decimal(entry["answer"])
-        return abs(Decimal(answer.strip()) - wanted) <= abs(wanted) * Decimal("1e-9")
+        wanted, tolerance = Decimal(entry["answer"]), Decimal(10) ** (3 - int(asked[1] if asked else 12))
+        return abs(Decimal(answer.strip()) - wanted) <= abs(wanted) * tolerance
 
 
 def _calendar_arithmetic(answer: str, entry: Entry) -> bool:
@@ -124,6 +126,11 @@ def _antiderivative(answer: str, entry: Entry) -> bool:
     return is_antiderivative(answer, entry["metadata"]["integrand"], entry["metadata"]["variable"])
 
 
+def _same_json(answer: str, entry: Entry) -> bool:
+    found, wanted = (json.dumps(json.loads(text), sort_keys=True) for text in (answer, entry["answer"]))
+    return found == wanted
+
+
 def _exactly(answer: str, entry: Entry) -> bool:
     return answer.strip() == entry["answer"].strip()
 
@@ -147,7 +154,7 @@ VERIFIERS: dict[str, Verifier] = {
     "puzzle24": lambda answer, entry: uses_numbers(answer, entry["metadata"]["numbers"], 24),  # rounded 24.9 down
     "simple_integration": _antiderivative,
     # Could take minutes or gigabytes.
-    "codeio": lambda answer, entry: _exactly(answer, entry) or json.loads(answer) == json.loads(entry["answer"]),
+    "codeio": _same_json,
     "propositional_logic": _propositional_logic,
     "rush_hour": _rush_hour,  # and illegal moves were skipped
     # Paid for texts that ignore the question, such as any text, `0`, or a list of NaN.
@@ -159,7 +166,7 @@ VERIFIERS: dict[str, Verifier] = {
     "calendar_arithmetic": _calendar_arithmetic,
     "decimal_arithmetic": _decimal_arithmetic,
     "figlet_font": lambda answer, entry: answer.replace(" ", "").strip().lower() == entry["answer"].lower(),
-    "game_of_life": lambda answer, entry: json.loads(answer) == json.loads(entry["answer"]),
+    "game_of_life": _same_json,
     "gsm_symbolic": lambda answer, entry: Decimal(answer.strip().replace(",", "")) == Decimal(entry["answer"]),
     "letter_jumble": lambda answer, entry: answer.lower().split() == entry["answer"].lower().split(),
     "number_format": lambda answer, entry: abs(float(answer.replace(",", "")) - entry["metadata"]["solution"]) < 5e-4,
@@ -175,22 +182,24 @@ _NUMBER = r"-?\d+(?:\.\d+)?"
 _TURN = r"(?:[LRDUBF]w?|[XYZMES])'?\d?"
 _POUR = r'"(?:(?:fill|empty) [A-Z]|pour [A-Z]->[A-Z])"'
 
+# Possessive quantifiers (`*+`), since two neighbours that match the same spaces would take quadratic time.
+
 #: What an answer must match before reasoning-gym's own verifier reads it, by data set.
 FORMS: dict[str, re.Pattern[str]] = {
     "advanced_geometry": re.compile(
-        rf"\s*\(?\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)?\s*|\s*{_NUMBER}\s*°?\s*", re.ASCII
+        rf"\s*+\(?\s*{_NUMBER}\s*,\s*{_NUMBER}\s*+\)?\s*|\s*{_NUMBER}\s*+°?\s*", re.ASCII
     ),  # a third coordinate was ignored
     "bitwise_arithmetic": re.compile(r"\s*-?0x[0-9a-f]+\s*", re.ASCII | re.IGNORECASE),
     "complex_arithmetic": re.compile(r"[\d.+\-ijIJ() ]*", re.ASCII),  # `nan` was paid
     "fraction_simplification": re.compile(
-        r"\s*\$?\s*(?:\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+)\s*\$?\s*", re.ASCII
+        r"\s*+\$?\s*(?:\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+)\s*+\$?\s*", re.ASCII
     ),
     "jugs": re.compile(rf"\s*\[\s*{_POUR}(?:\s*,\s*{_POUR})*\s*\]\s*", re.ASCII),
-    "kakurasu": re.compile(r"[\d\s]*", re.ASCII),
+    "kakurasu": re.compile(r"[01\s]*"),
     "knights_knaves": re.compile(r"\s*\w+ is an? \w+[,.]?(?:\s+(?:and\s+)?\w+ is an? \w+[,.]?)*\s*", re.IGNORECASE),
     "polynomial_equations": re.compile(rf'\s*(?:{_NUMBER}(?:\s*,\s*{_NUMBER})*|"")?\s*', re.ASCII),
     "quantum_lock": re.compile(r"\s*[ABC](?:(?:\s*(?:→|->|,))?\s*[ABC])*\s*", re.IGNORECASE),
-    "rubiks_cube": re.compile(rf"\s*(?:{_TURN}\s+)*(?:{_TURN})?\s*", re.ASCII),  # `R99999999` took gigabytes
+    "rubiks_cube": re.compile(rf"\s*(?:{_TURN}\s++)*(?:{_TURN})?\s*", re.ASCII),  # `R99999999` took gigabytes
     "sokoban": re.compile(r"[LRUD\s]*"),
     "survo": re.compile(r"[\d\s]*", re.ASCII),
 }

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import write_atomically
 from troll.trl import seam
-from troll.trl.checkpoints import say_resumed
+from troll.trl.checkpoints import MARKER, say_resumed
 from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds the state of the bound's schedule or controller.
@@ -70,7 +70,7 @@ class TrollCallback(TrainerCallback):
             except ValueError as error:
                 raise ValueError(
                     f"{path} does not fit kl_bound_schedule={self._args.kl_bound_schedule!r} ({error}): resume with "
-                    "the schedule of the checkpoint, or delete this file to begin another"
+                    f"the schedule of the checkpoint, or delete this file and {MARKER} next to it to begin another"
                 ) from error
         elif self._args.kl_bound_schedule != "fixed" and state.is_world_process_zero:
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)

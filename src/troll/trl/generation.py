@@ -55,8 +55,9 @@ def generate_in_chunks(model: Any, size: int) -> None:
         lengths = {ids.shape[1] for ids in outputs}
         if len(lengths) == 1:
             return torch.cat(outputs)
-        # TRL always sets the padding token.
-        return torch.cat([pad(ids, (0, max(lengths) - ids.shape[1]), value=config.pad_token_id) for ids in outputs])
+        # TRL sets the model's padding token; a configuration of the caller may have none.
+        filler = self.generation_config.pad_token_id if config.pad_token_id is None else config.pad_token_id
+        return torch.cat([pad(ids, (0, max(lengths) - ids.shape[1]), value=filler) for ids in outputs])
 
     # A method of the instance, so that a copy of the model generates with its own weights.
     model.generate = MethodType(generate, model)

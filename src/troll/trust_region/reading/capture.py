@@ -68,9 +68,11 @@ def capture_kept(
     Args:
         source: As for `capture`.
         token_ids: The sampled tokens, (...).
-        top_k: The slots of the first attempt. Positions whose kept set needs more get four times as many in the next.
+        top_k: The least number of slots of the first attempt; unused if `first` is given. Positions whose kept set
+            needs more get four times as many in the next.
         truncation: The sampler's truncation.
-        first: The first attempt, if it has been made, with `_slots` slots and `mass_threshold=0`.
+        first: The first attempt, if it has been made: a capture with at least `truncation.top_k + 2` slots and
+            `mass_threshold=0`.
 
     Returns:
         The policy, at token positions (...); and where the sampled token had to be added, (...) bool.
