@@ -131,22 +131,22 @@ def _same_json(answer: str, entry: Entry) -> bool:
     return found == wanted
 
 
+def _to_the_letter(answer: str, entry: Entry) -> bool:
+    return bool(answer == entry["answer"])
+
+
 def _exactly(answer: str, entry: Entry) -> bool:
     return answer.strip() == entry["answer"].strip()
-
-
-def _in_any_case(answer: str, entry: Entry) -> bool:
-    return answer.strip().lower() == entry["answer"].lower()
 
 
 #: The verifiers that replace reasoning-gym's, by data set: whether an answer is right for an entry. They may raise any
 #: error for a wrong answer.
 VERIFIERS: dict[str, Verifier] = {
     # Evaluated as Python, for a part of the score.
-    "binary_matrix": lambda answer, entry: answer == entry["answer"],
+    "binary_matrix": _to_the_letter,
     "n_queens": lambda answer, entry: answer in entry["metadata"]["valid_answers"],
     "spiral_matrix": _exactly,
-    "string_insertion": lambda answer, entry: answer == entry["answer"],
+    "string_insertion": _to_the_letter,
     # Evaluated as Python by sympy.
     "countdown": lambda answer, entry: uses_numbers(answer, entry["metadata"]["numbers"], entry["metadata"]["target"]),
     "intermediate_integration": _antiderivative,
@@ -171,7 +171,7 @@ VERIFIERS: dict[str, Verifier] = {
     "letter_jumble": lambda answer, entry: answer.lower().split() == entry["answer"].lower().split(),
     "number_format": lambda answer, entry: abs(float(answer.replace(",", "")) - entry["metadata"]["solution"]) < 5e-4,
     "pool_matrix": _pool_matrix,
-    "spell_backward": _in_any_case,
+    "spell_backward": lambda answer, entry: answer.strip().lower() == entry["answer"].lower(),
     "time_intervals": _exactly,
     "word_sorting": lambda answer, entry: (
         [word.strip() for word in answer.split(",")] == entry["metadata"]["sorted_words"]
