@@ -177,6 +177,27 @@ def test_propositional_logic_takes_what_follows(answer: str, right: bool) -> Non
     assert is_right("propositional_logic", answer, premises) == right
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("12:27:12.869", True),
+        (" 12:27:12.868 ", True),  # reasoning-gym's own
+        ("12:27:12.867", False),
+        ("12:27:12", False),
+        ("12:27:12.8690", False),
+    ],
+)
+def test_time_intervals_takes_exact_milliseconds(answer: str, right: bool) -> None:
+    times = {"start_time": "2026-11-26 09:43:58.821000", "end_time": "2026-11-26 22:11:11.690000"}
+    assert is_right("time_intervals", answer, times | {"expected_format": "HH:MM:SS.mmm"}, own="12:27:12.868") == right
+
+
+def test_time_intervals_takes_no_milliseconds_where_none_are_asked_for() -> None:
+    times = {"start_time": "2026-11-26 09:43:00", "end_time": "2026-11-26 22:11:00", "expected_format": "HH:MM"}
+    assert is_right("time_intervals", "12:28", times, own="12:28")
+    assert not is_right("time_intervals", "12:28:00.000", times, own="12:28")
+
+
 def test_boxnet_moves_boxes_only() -> None:
     state = {"initial_state": {"0.5_0.5": ["box_red"], "0.5_1.5": ["target_red"]}}
     to_target = {"Agent[0.5, 1.5]": "move(box_red, target_red)"}
