@@ -107,6 +107,11 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
             r"token id 48, and the embedding of LlamaForCausalLM has 48 rows: call model.resize_token_embeddings",
         ),
         ({"kl_bound": 0.0}, "kl_bound"),
+        ({"kl_bound": torch.full((2, 8), 0.05)}, r"kl_bound must broadcast to the token positions \(2, 7\)"),
+        (
+            {"constraint": Constraint.sequence(torch.ones(2, 8, dtype=torch.bool))},
+            r"constraint must be for the token positions \(2, 7\)",
+        ),
         ({"tail": "top"}, "tail"),
     ],
 )
@@ -123,6 +128,12 @@ def test_a_policy_of_other_positions_or_another_vocabulary_is_refused():
     other = tiny.make_model("llama", vocab_size=60)
     with pytest.raises(ValueError, match="60 tokens, got"):
         huggingface.trust_region_step(other, **inputs, old=old)
+
+
+def test_a_policy_of_other_sequences_is_refused():
+    model, inputs, old = moved()
+    with pytest.raises(ValueError, match="old must be of the same labels"):
+        huggingface.trust_region_step(model, **inputs, old=old[[1, 0]])
 
 
 def test_it_is_there_when_it_is_named(monkeypatch):

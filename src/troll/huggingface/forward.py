@@ -229,7 +229,8 @@ def _check_against_logits(
 ) -> bool:
     """Compares the head's logits with those that the model itself computes from a backbone's outputs.
 
-    If they differ on one process, the error is raised on all, so that none is left waiting.
+    Processes exchange nothing here. Whether the logits differ depends on the model and not on its data, so the error
+    is raised on all processes or on none, and none is left waiting.
 
     Returns:
         False if the comparison has to be repeated later: a model that bypasses its backbone cannot be compared while it

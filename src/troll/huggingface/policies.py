@@ -15,6 +15,7 @@ from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.truncation import Truncation
+from troll.trust_region.projection import broadcast_bound
 from troll.trust_region.reading.capture import capture as capture_of_source
 from troll.trust_region.reading.capture import capture_kept, union_support
 from troll.trust_region.reading.head import LMHead
@@ -122,7 +123,8 @@ def trust_region_step(
         where that is false.
 
     Raises:
-        ValueError: On shapes that do not fit, an unknown name, or a head that cannot be read.
+        ValueError: On shapes that do not fit, an old policy of other labels, an unknown name, or a head that cannot be
+            read.
         RuntimeError: If the model's logits are not those of its head, or something rounds its outputs.
     """
     targets = targets_of(input_ids, labels)
@@ -130,6 +132,10 @@ def trust_region_step(
     scored = targets != -100
     at = scored.nonzero(as_tuple=True)  # one wait for the device
     counted = old[at]
+    # Everything is checked before the pass of the model.
+    bound = broadcast_bound(kl_bound, targets.shape, kl_bound)[at] if isinstance(kl_bound, Tensor) else kl_bound
+    constraint = None if constraint is None else constraint.flat(targets.shape)[scored.reshape(-1)]
+    _check_sampled(counted, targets[at])
     new, _ = read_tokens(
         model,
         targets[at],
@@ -143,17 +149,16 @@ def trust_region_step(
         attention_mask=attention_mask,
         **model_inputs,
     )
-    bound = kl_bound.expand(targets.shape)[at] if isinstance(kl_bound, Tensor) and kl_bound.dim() else kl_bound
-    step = step_of_policy(
-        new,
-        counted,
-        bound,
-        tail=tail,
-        solver=solver,
-        constraint=None if constraint is None else constraint[at],
-        pull=pull,
-    )
+    step = step_of_policy(new, counted, bound, tail=tail, solver=solver, constraint=constraint, pull=pull)
     return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in vars(step).items() if x is not None})
+
+
+def _check_sampled(old: SparsePolicy, targets: Tensor) -> None:
+    """Raises ValueError unless an old policy's sampled tokens are the targets, (N,)."""
+    sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+    # On a GPU this would wait for the device.
+    if sampled.device.type == "cpu" and not torch.equal(sampled, targets):
+        raise ValueError("old must be of the same labels, got other sampled tokens: index it like input_ids")
 
 
 def scatter(values: Tensor, mask: Tensor, fill: float = 0) -> Tensor:

@@ -314,10 +314,11 @@ class TrollTrainer(GRPOTrainer):
                 head_in_float32=self.args.cast_lm_head_to_fp32,
                 **seam.model_inputs(self, inputs),
             )
-        assert new.entropy is not None
+        entropy = new.entropy
+        assert entropy is not None
         sampled = new.log_probs.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
         sampled = sampled - new.log_mass if old.truncated else sampled
-        return new, seam.Scores(scatter(sampled, scored), scatter(new.entropy, scored), output.aux_loss)
+        return new, seam.Scores(scatter(sampled, scored), scatter(entropy, scored), output.aux_loss)
 
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
         """ε of the N tokens: (N,), or one number for all."""

@@ -45,7 +45,8 @@ class TrustRegionStep:
         regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋), where ⌊q⌋ is the projection without gradient (0 where not
             projected); or, with the proximal pull, KL(p ‖ p̃). With a truncated old policy, the sum of the pull on the
             kept set and the pull of the kept set's mass.
-        log_prob: log p̃(o) of the sampled token under the network's policy, differentiable.
+        log_prob: log p̃(o) of the sampled token under the network's policy, differentiable; over the whole vocabulary,
+            also with a truncated old policy: subtract `kept_log_mass` to compare it with the old `log_prob`.
         kl_before: KL(p̃ ‖ p). Where the logits are no distribution this is NaN, like all other fields except
             `projected`.
         kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
@@ -149,7 +150,7 @@ def trust_region_step(
 
     found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)
     regression = pull_to_old(outcomes).reshape(-1) if pull == "proximal" else pull_to_projection(outcomes, found)
-    shape, broken = new.shape, found.broken.view(new.shape)
+    shape, broken, new_entropy = new.shape, found.broken.view(new.shape), new.entropy
     return TrustRegionStep(
         log_ratio=found.log_ratio.view(shape),
         regression=torch.where(broken, torch.nan, regression.view(shape)),
@@ -158,7 +159,7 @@ def trust_region_step(
         kl_after=found.kl_after.view(shape),
         multiplier=torch.where(broken, torch.nan, found.multiplier.view(shape)),
         projected=found.projected.view(shape),
-        entropy=None if new.entropy is None else torch.where(broken, torch.nan, new.entropy),
+        entropy=None if new_entropy is None else torch.where(broken, torch.nan, new_entropy),
     )
 
 
