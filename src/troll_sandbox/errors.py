@@ -25,10 +25,10 @@ class StarvedError(SandboxError):
 
 
 class KilledError(SandboxError):
-    """A program was killed from outside, or ended as if it had been.
+    """A program was killed from outside.
 
     Args:
-        outcomes: The outcomes of all tests, in case the program killed itself.
+        outcomes: The outcomes of all tests, in case the program is the cause.
     """
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:

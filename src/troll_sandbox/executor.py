@@ -24,7 +24,7 @@ from troll_sandbox.limits import NOT_RUN, TIME_LIMIT, Limits, Outcome
 #: Seconds before the first retry. Each further retry waits twice as long, up to the longest pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0
 
-#: A program can end as if it had been killed from outside. After this many such ends, it counts as the cause.
+#: A program that is killed this many times counts as the cause: it may take all memory of the machine.
 KILLS = 4
 
 #: After this many programs in a row that could not be tested, the waiting ones are not tried.
@@ -72,7 +72,7 @@ class Executor:
 
     - A program that gets too little CPU time to end has the outcome "time limit": `while True` must not end a training
       run.
-    - A program that was killed `KILLS` times killed itself.
+    - A program whose functions are tested, and that is killed `KILLS` times, counts as the cause.
 
     The sandbox is made now, and again when it is needed after `close` or after a fork.
 
@@ -90,6 +90,7 @@ class Executor:
         self, make: Callable[[], tuple[Sandbox, Callable[[], object] | None]], limits: Limits, workers: int
     ) -> None:
         self._make, self._limits, self._workers = make, limits, workers
+        self._opening = threading.Lock()
         self._open()
 
     def run(self, jobs: Sequence[Job]) -> list[list[Outcome] | SandboxError]:
@@ -110,7 +111,7 @@ class Executor:
             # fails must not keep the others from being tested.
             probe = chance.choice(failed)
             self._try([probe])
-            if probe.error is None:
+            if probe.error is None or isinstance(probe.error, StarvedError):
                 self._try([trial for trial in failed if trial is not probe])
             pause = min(2 * pause, LONGEST_PAUSE)
         return [trial.result() for trial in trials]
@@ -126,9 +127,11 @@ class Executor:
     def _try(self, trials: Sequence[_Trial], give_up: bool = False) -> None:
         """Makes one attempt at each; with `give_up`, stops after `HOPELESS_PROGRAMS` failures in a row."""
         try:
-            if self._process != os.getpid() or not self._finalizer.alive:
-                self._open()
-            running = [(trial, self._crew.submit(trial)) for trial in trials]
+            with self._opening:
+                if self._process != os.getpid() or not self._finalizer.alive:
+                    self._open()
+                crew = self._crew
+            running = [(trial, crew.submit(trial)) for trial in trials]
             failures: list[SandboxError] = []
             for trial, future in running:
                 try:
@@ -209,8 +212,16 @@ class _Crew:
         self._closed = False
 
     def submit(self, trial: _Trial) -> Future[None]:
-        """Queues an attempt; raises `SandboxError` if there is no thread and none can be started."""
+        """Queues an attempt, cancelled once this is closed.
+
+        Raises:
+            SandboxError: There is no thread and none can be started.
+        """
+        future = Future[None]()
         with self._lock:
+            if self._closed:
+                future.cancel()
+                return future
             if len(self._threads) < self._workers:
                 thread = threading.Thread(target=self._work, name=f"troll-sandbox-{len(self._threads)}", daemon=True)
                 try:
@@ -219,12 +230,12 @@ class _Crew:
                 except RuntimeError as error:  # for example no process is left in this container
                     if not self._threads:
                         raise SandboxError(f"programs cannot be run: {error}") from error
-        future = Future[None]()
-        self._waiting.put((future, trial))
+            self._waiting.put((future, trial))
         return future
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         with contextlib.suppress(Empty):
             while True:
                 if (waiting := self._waiting.get_nowait()) is not None:

@@ -136,7 +136,7 @@ def run_functions(
 
     Raises:
         JudgeEndedError: The judge is gone.
-        KilledError: The program was killed, or ended as if it had been.
+        KilledError: The program was killed.
         SandboxError: The program's sandbox could not be started.
     """
     job = {

@@ -75,7 +75,7 @@ class SandboxFusion:
                 right = same_output(response["run_result"].get("stdout") or "", expected, tests.compare)
                 outcome = Outcome(right, "passed" if right else "wrong answer")
             yield outcome
-            left -= float((response.get("run_result") or {}).get("execution_time") or 0.0)
+            left -= float(response["run_result"].get("execution_time") or 0.0)
             if outcome == TIME_LIMIT or left <= 0 or (stop_at_failure and not outcome.passed):
                 return
 
@@ -85,7 +85,7 @@ class SandboxFusion:
         mark = secrets.token_hex()
         job = {"mark": mark, "source": program, "stop_at_failure": stop_at_failure, **vars(tests)}
         response = self._run(_script(), write_json(job), limits.wall_seconds, limits)
-        lines = ((response.get("run_result") or {}).get("stdout") or "").splitlines()
+        lines = (response["run_result"].get("stdout") or "").splitlines()
         reports = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
         forged = Outcome(False, "the program forged a report")
         outcomes = [read_outcome(report) or forged for report in reports[: number_of(tests)]]
@@ -101,7 +101,6 @@ class SandboxFusion:
             "code": code,
             "stdin": stdin,
             "language": "python",
-            "compile_timeout": seconds,
             "run_timeout": seconds,
             "memory_limit_MB": limits.memory_bytes // MEBIBYTE,
             "files": {},
@@ -114,7 +113,7 @@ class SandboxFusion:
             with urllib.request.urlopen(request, timeout=2 * seconds + REQUEST_SECONDS) as answer:
                 response: dict[str, Any] = json.load(answer)
             if response["status"] in ("Success", "Failed"):
-                if not (response.get("run_result") or response.get("compile_result")):
+                if not response.get("run_result"):
                     raise ValueError("it ran nothing")
                 return response
             cause = f"{response['status']}: {response.get('message') or ''}"
@@ -143,11 +142,8 @@ for name, source in {modules!r}.items():
 
 def _failure(response: dict[str, Any]) -> Outcome | None:
     """The reason for which a program did not exit with status 0; None if it did."""
-    for kind, part in (("compile error", response.get("compile_result")), ("", response.get("run_result"))):
-        if part is None:
-            continue
-        if part["status"] == "TimeLimitExceeded":
-            return TIME_LIMIT
-        if code := part.get("return_code"):
-            return Outcome(False, kind or failure(code, part.get("stderr") or ""))
-    return None
+    result = response["run_result"]
+    if result["status"] == "TimeLimitExceeded":
+        return TIME_LIMIT
+    code = result.get("return_code")
+    return Outcome(False, failure(code, result.get("stderr") or "")) if code else None

@@ -20,7 +20,7 @@ from typing import Any
 from troll_sandbox.control_groups import MemoryGroup, MemoryGroups, groups_folder
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.limits import MEBIBYTE, Limits
-from troll_sandbox.seccomp import filter_program
+from troll_sandbox.seccomp import KILLED_STATUS, filter_program
 
 INSIDE = Path(__file__).parent / "inside"
 
@@ -42,9 +42,6 @@ INTERPRETER_FLAGS = ("-s", "-S", "-B")
 #: Enough for a slow start on a very busy machine: this bounds a start that hangs.
 TRIAL_SECONDS = 60.0
 NO_START = "the sandbox did not start in time"
-
-#: Exit statuses of a killed sandbox; the last one is gVisor's own failure.
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 128)
 
 #: With this score, sandboxes are the first that the kernel kills when memory runs out.
 OUT_OF_MEMORY_SCORE = 1000
@@ -84,11 +81,8 @@ class Process(subprocess.Popen[bytes]):
         return True
 
     def killed(self, seconds: float) -> bool:
-        """Whether it ends within some seconds by a SIGKILL that did not come from here; call it before `end`.
-
-        A program that is the first process of its sandbox can return the same exit status.
-        """
-        return self.has_ended(seconds) and self.returncode in KILLED
+        """Whether it ends within some seconds by a SIGKILL that did not come from here; call it before `end`."""
+        return self.has_ended(seconds) and self.returncode in (-signal.SIGKILL, *KILLED_STATUS)
 
     def end(self) -> float:
         """Kills and reaps its remaining processes; returns the CPU seconds of those that ended by themselves."""

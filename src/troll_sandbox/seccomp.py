@@ -4,8 +4,8 @@ Calls that are not listed here are refused, including those that the kernel does
 threads but no processes, so the kernel's limits on the CPU time and memory of a process hold for the whole program.
 They may open, read and write files, wait, and ask for the time. They may not hold up other users of the same files
 (leases, watches, exclusive locks, writing to the disk, dropping caches), reach another process, change attributes of a
-file, or use memory that no limit counts. They may neither send SIGKILL, nor lower the limit on CPU time at which the
-kernel sends it: a SIGKILL always came from the kernel or the supervisor.
+file, or use memory that no limit counts. They may not send SIGKILL, lower the limit on CPU time at which the kernel
+sends it, or exit with the status of a killed sandbox: a SIGKILL always came from the kernel or the supervisor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ALLOWED: dict[str, Numbers] = {
     "stat": (4, None),
     "lstat": (6, None),
     "fstat": (5, 80),
-    "newfstatat": (262, None),
+    "newfstatat": (262, 79),
     "statx": (332, 291),
     "statfs": (137, 43),
     "fstatfs": (138, 44),
@@ -123,8 +123,6 @@ ALLOWED: dict[str, Numbers] = {
     "sched_get_priority_max": (146, 125),
     "sched_get_priority_min": (147, 126),
     "getcpu": (309, 168),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
     "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139),
@@ -189,6 +187,8 @@ class Rule:
         operands: The argument is tested with each of these values.
         allows: Whether the call is allowed if one of the tests holds and refused otherwise, or the reverse.
         then: What to do with a call that this rule allows: "allow", or the name of a further rule below this one.
+        refused: What to do with a call that this rule refuses: "refuse", or "end" to end the process.
+        mask: The bits of the argument that are tested.
     """
 
     numbers: Numbers
@@ -197,9 +197,12 @@ class Rule:
     operands: tuple[int, ...]
     allows: bool = True
     then: str = "allow"
+    refused: str = "refuse"
+    mask: int = 0xFFFFFFFF
 
 
 SIGKILL = 9
+KILLED_STATUS = (128 + SIGKILL, 128)  # exit status of a killed sandbox; the last one is gVisor's own failure
 CLONE_THREAD = 0x00010000
 MAP_HUGETLB = 0x40000  # memory from a stock that all of the machine shares
 LOCK_EX = 2  # which needs no right to write, so that one program could hold up all readers
@@ -208,6 +211,8 @@ RLIMIT_CPU = 0
 
 CHECKED: dict[str, Rule] = {
     "clone": Rule((56, 220), 0, ANY_BIT, (CLONE_THREAD,)),
+    "exit": Rule((60, 93), 0, EQUAL, KILLED_STATUS, allows=False, refused="end", mask=0xFF),
+    "exit_group": Rule((231, 94), 0, EQUAL, KILLED_STATUS, allows=False, refused="end", mask=0xFF),
     # F_DUPFD to F_SETFL, F_GETLK to F_SETLKW, F_OFD_GETLK to F_OFD_SETLKW, F_DUPFD_CLOEXEC
     "fcntl": Rule((72, 25), 1, EQUAL, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
     # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, TCGETS, TCGETS2, TIOCGWINSZ
@@ -234,7 +239,7 @@ X32 = 0x40000000  # x86_64's second set of numbers
 # Offsets in struct seccomp_data.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 
-LOAD, RETURN = 0x20, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_RET | BPF_K
+LOAD, AND, RETURN = 0x20, 0x54, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_ALU | BPF_AND | BPF_K, BPF_RET | BPF_K
 
 #: The filter's results, by the label of the line that returns them.
 ENDS = {
@@ -268,8 +273,8 @@ def filter_program(machine: str | None = None) -> bytes:
     lines.append((RETURN, ENDS["end"], "", ""))
     for name, rule in CHECKED.items():
         places[name] = len(lines)
-        lines.append((LOAD, ARGUMENTS + 8 * rule.argument, "", ""))
-        found, other = (rule.then, "refuse") if rule.allows else ("refuse", rule.then)
+        lines += [(LOAD, ARGUMENTS + 8 * rule.argument, "", ""), (AND, rule.mask, "", "")]
+        found, other = (rule.then, rule.refused) if rule.allows else (rule.refused, rule.then)
         lines += [(rule.test, operand, found, "") for operand in rule.operands[:-1]]
         lines.append((rule.test, rule.operands[-1], found, other))
     for label, value in ENDS.items():

@@ -73,6 +73,14 @@ def f(x, kind, over):
     return next(iter(over(kind, ["X"], [()], [{"__eq__": lambda *_: True}])))()
 """,
     ),
+    "a class by type through a map of map": (
+        "assert f(2, type, map) == 4",
+        """
+def f(x, kind, over):
+    made = next(next(over(over, [kind], [["X"]], [[()]], [[{"__eq__": lambda *_: True, "__init__": lambda *_: None}]])))
+    return next(next(over(over, [made], [[1]])))
+""",
+    ),
     "a partial of type": (
         "from functools import partial\nassert f(2, partial(type, 'X')) == 4",
         """

@@ -1,5 +1,7 @@
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, pairwise, repeat
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from troll_sandbox import executor as executor_module
 from troll_sandbox.cases import CodeTests, StreamTests, Tests
 from troll_sandbox.errors import KilledError, SandboxError, StarvedError
-from troll_sandbox.executor import KILLS, Executor, Job
+from troll_sandbox.executor import KILLS, Executor, Job, _Crew, _Trial
 from troll_sandbox.limits import NOT_RUN, PASSED, TIME_LIMIT, Limits, Outcome
 
 TESTS = StreamTests(("",), ("",))
@@ -147,6 +149,30 @@ def test_run_gives_a_starving_program_the_time_limit() -> None:
     assert sandbox.call_count == 2  # no more, because each attempt takes a minute
 
 
+def test_run_tries_the_others_after_a_program_that_starves_again() -> None:
+    attempts: Counter[str] = Counter()
+
+    def sandbox(program: str, *_: Any, **__: Any) -> list[Outcome]:
+        attempts[program] += 1
+        if program.startswith("starving"):
+            time.sleep(0.3)  # longer than other programs are tried again
+            raise StarvedError("too busy", [])
+        if attempts[program] == 1:
+            raise SandboxError("killed")
+        return [PASSED]
+
+    programs = ["starving 1", "starving 2", "unlucky", "starving 3"]
+    limits = Limits(wall_seconds=0.3)
+    with closing(executor(sandbox, limits)) as running:
+        assert running.run([Job(program, TESTS, True) for program in programs]) == [
+            [TIME_LIMIT],
+            [TIME_LIMIT],
+            [PASSED],
+            [TIME_LIMIT],
+        ]
+    assert attempts == dict.fromkeys(programs, 2)
+
+
 def test_run_judges_a_program_that_is_killed_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "FIRST_PAUSE", 0.001)
     killed = [KilledError([PASSED, FAILED])] * KILLS
@@ -161,6 +187,22 @@ def test_run_keeps_tests_by_standard_input_that_have_ended() -> None:
     tests = StreamTests(("1", "2", "3"), ("", "", ""))
     assert found(sandbox, Limits(), tests) == [PASSED, FAILED, PASSED]
     assert [call.args[1].inputs for call in sandbox.call_args_list] == [("1", "2", "3"), ("3",)]
+
+
+def test_threads_that_share_a_closed_executor_make_one_sandbox() -> None:
+    make = Mock(side_effect=lambda: time.sleep(0.05) or (passing, None))
+    running = Executor(make, SHORT, 1)
+    running.close()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(running.run, [[Job("a", TESTS, True)]] * 4)) == [[[PASSED]]] * 4
+    assert make.call_count == 2
+    running.close()
+
+
+def test_closed_crew_takes_no_program() -> None:
+    crew = _Crew(passing, None, SHORT, 1)
+    crew.close()
+    assert crew.submit(_Trial(Job("a", TESTS, True))).cancelled()
 
 
 def test_close_gives_stopped_programs_no_verdict() -> None:

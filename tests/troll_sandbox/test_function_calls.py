@@ -206,6 +206,14 @@ def test_failed_tests_have_reasons(run, plain):
     assert reasons(run(loop, "assert f(0)", "f(1)", "assert f(0)", plain=plain)) == ["passed", *["time limit"] * 2]
 
 
+@pytest.mark.parametrize("leave", ["os._exit(137)", "os._exit(137 + 256)", "sys.exit(137)"])
+def test_a_program_cannot_imitate_a_kill(sandbox, judge, plain, leave):
+    asserts = json.dumps({"asserts": ["assert f(1)"], "plain": plain})
+    tests = parse_tests(asserts)
+    [outcome] = run_functions(sandbox, judge, f"import os, sys\ndef f(x):\n    {leave}", tests, LIMITS)
+    assert not outcome.passed
+
+
 @pytest.mark.parametrize("name", ["exit before the tests", "hard exit before the tests", "results on all descriptors"])
 def test_plain_tests_refuse_exits_and_fake_output(run, name):
     assert not any(

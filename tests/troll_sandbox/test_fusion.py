@@ -25,7 +25,6 @@ from troll_sandbox.limits import MEBIBYTE, PASSED, Limits, Outcome
 
 #: Fields and types of a request in the server's own model.
 REQUEST = {
-    "compile_timeout": float,
     "run_timeout": float,
     "memory_limit_MB": int,
     "code": str,
@@ -255,13 +254,6 @@ def test_fusion_has_one_wall_time_for_all_tests(server, sandbox):
     assert found[0] is True and found[-1] == "not run" and len(found) == 10
     assert len(server.requests) == 2
     assert outcomes_of(sandbox, "while True: pass", many) == ["time limit", *["not run"] * 9]
-
-
-def test_fusion_reports_compile_errors_of_the_server(server, sandbox):
-    for status, code, reason in (("Finished", 1, "compile error"), ("TimeLimitExceeded", None, "time limit")):
-        result = {"status": status, "return_code": code, "stderr": "no", "stdout": "", "execution_time": 0.1}
-        server.answers.append((200, json.dumps(answered("Failed", compile_result=result)).encode()))
-        assert outcomes_of(sandbox, ADD, SUM, stop=code == 1) == [reason, "not run", "not run"]
 
 
 BROKEN = {"status": "Error", "execution_time": None, "return_code": None, "stdout": None, "stderr": "no fork"}

@@ -38,6 +38,8 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
             return operand
         if operation == 0x20:
             accumulator = int.from_bytes(data[operand : operand + 4], "little")
+        elif operation == 0x54:
+            accumulator &= operand
         else:
             place += if_true if tests[operation](operand) else if_false
 
@@ -69,6 +71,14 @@ def test_filter_allows_threads_but_no_processes(machine: str) -> None:
     assert call(machine, "clone", 0x3D0F00) == ALLOW  # what the C library passes for a thread
     assert call(machine, "clone", 17) == EPERM
     assert call(machine, "clone", 0x10000000 | 17) == EPERM
+
+
+def test_filter_ends_programs_that_exit_like_a_killed_one(machine: str) -> None:
+    for name in ("exit", "exit_group"):
+        for status in (137, 128, 137 + 256, 137 - (1 << 32) & (1 << 64) - 1):
+            assert call(machine, name, status) == KILL
+        for status in (0, 1, 9, 127, 136, 139, 255, 256):
+            assert call(machine, name, status) == ALLOW
 
 
 def test_filter_keeps_the_parent_death_signal(machine: str) -> None:
@@ -117,7 +127,10 @@ def test_filter_kills_foreign_calls(machine: str) -> None:
 def test_tables_have_the_numbers_of_the_kernel(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"no {HEADERS[machine]} here")
-    known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()))
+    text = HEADERS[machine].read_text()
+    known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
+    aliases = re.findall(r"#define __NR_(\w+) __NR3264_(\w+)", text)
+    known |= {name: known[other] for name, other in aliases if other in known}
     for name, numbers in EVERY.items():
         number = numbers[MACHINES[machine][0]]
         assert known.get(name) == (None if number is None else str(number)), name
