@@ -21,6 +21,10 @@ MAX_PROGRAM = 2**20
 # The parentheses hold a few names, and a bound keeps the search linear.
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]{0,500}\))?[^\n]*", re.M)
 
+_FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.M)
+# An indented first line.
+_BODY = re.compile(r"(?:[ \t]*\n)*+(?:\t|  )[ \t]*+\S")
+
 _FIELDS = (
     ({"asserts"}, {"setup", "names", "plain"}),
     ({"check", "entry_point"}, {"setup", "plain"}),
@@ -89,11 +93,13 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     The program is a fenced block that is marked as Python, or not marked if no block is: the last that defines a name
     that the tests use; else, for tests by standard input, the last that reads input; else the longest. Imports and
     definitions in other blocks that it needs are put in front. A block that is not closed ends with the text. A text
-    without blocks is itself the program. Everything up to the last `</think>` is ignored.
+    without blocks is itself the program, and so is the text before the first fence if only that text defines such a
+    name. Everything up to the last `</think>` is ignored.
 
     If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
-    the first line that is not indented. If it defines some, it may use the imports and helpers before the first such
-    definition in the prefix.
+    the first line that is not indented. So does a text that starts with an indented line and goes on after that part.
+    If the program defines some of the names, it may use the imports and helpers before the first such definition in the
+    prefix.
 
     Args:
         completion: The text of the completion, as the model wrote it.
@@ -107,13 +113,17 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if len(text) + len(prefix) > MAX_PROGRAM:
         return None
-    names = _names(tests)
+    names, prefix = _names(tests), prefix.replace("\r\n", "\n")
+    before = _FENCE.split(text, maxsplit=1)[0]
+    if prefix and _BODY.match(before) and len(body := _indented_part(before)) < len(text):
+        return prefix + body
     fenced = list(fenced_blocks(text))
     found = program_among(fenced, names, whole=isinstance(tests, StreamTests)) if fenced else ("", text)
+    if defines(before, names) and not (found and defines(found[1], names)):
+        found = ("", before)
     if found is None or not found[1].strip():
         return None
     needed, program = found
-    prefix = prefix.replace("\r\n", "\n")
     own = [name for name in names if defines(program, [name])]
     if prefix and not own:
         return prefix + _indented_part(program)

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from latex2sympy2_extended.symbols import GREEK_LETTER_MAP
 from math_verify import verify
 from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
@@ -144,9 +144,16 @@ def _item(text: str) -> _Item:
     return _Item(_parse(text.removesuffix(r"\%")), text, is_percentage, may_be_a_point=True)
 
 
+class _Parser(_Latex2Sympy):  # type: ignore[misc]  # it has no types
+    """math-verify's parser, which would read the value of a binomial next to a number as in 1 1/2: as their sum."""
+
+    def convert_binom(self, binom: Any) -> Any:
+        return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
+
+
 def _parse(text: str) -> Any:
     try:
-        return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONVERSION)
+        return _Parser(is_real=True, config=_CONVERSION).parse(text)
     except Exception:
         if text.count("=") < 2:
             raise
@@ -269,6 +276,10 @@ class _Comparison:
         if expected and given:
             (kind, values), (other_kind, others) = expected, given
             return kind == other_kind and len(values) == len(others) and all(map(self._is_same, values, others))
+        if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
+            same_equation = self._is_same_equation(gold, answer)
+            if same_equation is not None:
+                return same_equation
         gold, answer = self._named(gold), self._named(answer)
         has_decimals = gold.has(sympy.Float) or answer.has(sympy.Float)
         if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
@@ -277,6 +288,22 @@ class _Comparison:
                 return exactly
         same = verify(gold, answer, numeric_precision=15 if has_decimals else _DIGITS, timeout_seconds=None)
         return bool(same) and not _rounds_away(gold, answer)
+
+    def _is_same_equation(self, gold: sympy.Eq, answer: sympy.Eq) -> bool | None:
+        """Whether one equation is the other times a number; None if their solutions have to be compared.
+
+        math-verify takes equations without real solutions for equal.
+        """
+        if not all(isinstance(side, sympy.Expr) for side in (*gold.args, *answer.args)):
+            return None
+        one, other = (self._named(side.lhs - side.rhs) for side in (gold, answer))
+        point = next(self._points(sorted(one.free_symbols | other.free_symbols, key=str), 1))
+        scales = one.xreplace(point), other.xreplace(point)
+        if not any(self._is_same_exactly(scale, sympy.S.Zero) for scale in scales) and self._is_same_exactly(
+            one * scales[1], other * scales[0]
+        ):
+            return True
+        return None if sympy.solve(one, one.free_symbols) else False
 
     def _named(self, value: Any) -> Any:
         """The value with the names and the assumptions that symbols have in both answers."""
@@ -366,11 +393,12 @@ def _parts(value: Any) -> tuple[object, list[Any]] | None:
 
 
 def _by_name(side: _Answer) -> list[_Item]:
-    """The items of a list; of `y = 2, x = 1`, those of a pair."""
+    """The items of a list; of `y = 2, x = 1`, those of a pair, and of `m = 2, b = 1` those of another, (2, 1)."""
     if not all(is_assignment_relation(item.value) for item in side.items):
         return side.items
-    named = sorted(side.items, key=lambda item: str(take_first_relation(item.value).lhs))
-    return [item._replace(value=_unwrapped(item.value)) for item in named]
+    names = [str(take_first_relation(item.value).lhs) for item in side.items]
+    order = sorted(range(len(names)), key=names.__getitem__) if {"x", "y", "z"}.issuperset(names) else range(len(names))
+    return [side.items[index]._replace(value=_unwrapped(side.items[index].value)) for index in order]
 
 
 def _united(side: _Answer) -> _Answer:

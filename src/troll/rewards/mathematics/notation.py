@@ -26,7 +26,7 @@ _FONT = r"\\(?:math(?:it|bf|sf|tt|normal)|boldsymbol|bm|pmb)(?![A-Za-z])"
 _PATTERNS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\!|(?<![A-Za-z}\]])\{ *\}", ""),
+        (r"(?<=,) *\\! *(?=\d)|\\!|(?<![A-Za-z}\]])\{ *\}", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space|\s", " "),
         (r"\\\\ *\[[^\]]*\]", r"\\\\"),
         (r"\\(?:left|right)\.|\\(?:[hv]space|(?:text)?color) *\*?(?:\[\w+\])?\{[^{}]*\}", ""),
@@ -52,7 +52,8 @@ _NAMES = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "flatfrac"), r"\frac"),
     **dict.fromkeys(("dbinom", "tbinom"), r"\binom"), **dict.fromkeys(("leq", "leqslant", "leqq"), r"\le"),
     **dict.fromkeys(("geq", "geqslant", "geqq"), r"\ge"), "ne": r"\neq", "lt": "<", "gt": ">", "lbrace": r"\{",
-    "rbrace": r"\}", "lbrack": "[", "rbrack": "]", **dict.fromkeys(("lvert", "rvert", "vert"), "|"), "ast": r"\cdot",
+    "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "langle": "(", "rangle": ")", "ast": r"\cdot",
+    **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
     "degree": r"^{\circ}", "varnothing": r"\emptyset", "vee": r"\lor", "wedge": r"\land", "tg": r"\tan", "imath": "i",
     **{f"var{name}": rf"\{name}" for name in ("epsilon", "phi", "theta", "rho", "sigma")}, "lg": r"\log_{10}",
     # To math-verify's parser both are Euler's constant.

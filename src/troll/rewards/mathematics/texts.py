@@ -14,7 +14,7 @@ MAX_CHARACTERS = 2000
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", re.ASCII)
-_THOUSANDS = re.compile(r"(?<![\w,.(\[{^])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", re.ASCII)
+_THOUSANDS = re.compile(r"(?:(?<![\w,.(\[{^])|(?<=frac\{)|(?<=\}\{))[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", re.ASCII)
 _MIXED_NUMBER = re.compile(r"(?<![\d.,])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", re.ASCII)
 _APPROXIMATELY = re.compile(r"\\approx|≈|\\simeq|\\sim\b")
 _STOP_IN_TEXT = re.compile(r"(?<=[\w)])\.(?=\}$)")
@@ -81,6 +81,7 @@ _ARITHMETIC = re.compile(
 def tidy(text: str) -> str:
     """Writes an answer in one notation, without signs that do not change its value."""
     text = canonical(text.strip("\u200b\ufeff").rstrip("\\ ")).rstrip("\\ ,;:").lstrip("= ")
+    text = re.sub(r"^\\approx(?![a-z]) *", "", text)  # alone, it names one value
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     text = _STOP_IN_TEXT.sub("", text.lstrip("€£¥₹"))
@@ -155,7 +156,7 @@ def _is_known_word(word: str) -> bool:
 
 
 def _may_be_a_unit(word: str) -> bool:
-    is_word = len(word) >= 4 and word.islower() and not _ARITHMETIC.search(word)
+    is_word = len(word) >= 4 and word[1:].islower() and not _ARITHMETIC.search(word)
     return word in _UNIT_LETTERS or word in _UNIT_WORDS or is_word
 
 
