@@ -62,6 +62,7 @@ def test_answer_tags_and_conversations_are_read():
     right = str(eval(rows["prompt"][0].removesuffix("=")))
     reply = f"I think <answer>no</answer> ... <answer>{right}</answer>"
     assert _score(task, rows, [reply]) == [1.0]
+    assert _score(task, rows, [f"It goes into the <answer> tag. <answer>{right}</answer>"]) == [1.0]
     assert _score(task, rows, [[{"role": "assistant", "content": reply}]]) == [1.0]
 
 

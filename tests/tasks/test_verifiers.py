@@ -143,6 +143,12 @@ def test_calendar_and_decimal_arithmetic_compare_numbers() -> None:
     assert not is_right("calendar_arithmetic", "7", own="-1")
     assert is_right("decimal_arithmetic", "0.125", own="0.1250000000001")
     assert not is_right("decimal_arithmetic", "0.12500001", own="0.125")
+    for precision, wrong in ((2, "0"), (3, "3.48"), (4, "3.48"), (5, "3.46")):  # three digits have to be right
+        asked = f"a maximum of {precision} significant digits"
+        entry = {"question": asked, "answer": "3.45", "metadata": {"source_dataset": "decimal_arithmetic"}}
+        for answer in ("3.45", wrong):
+            question = Question("", entry)
+            assert is_correct(create_dataset("decimal_arithmetic", size=1), answer, question) == (answer == "3.45")
     entry = create_dataset("decimal_arithmetic", size=1, precision=6)[0]
     right = Question("", entry | {"answer": "8.27243"})
     assert is_correct(create_dataset("decimal_arithmetic", size=1), "8.27244", right)

@@ -190,7 +190,8 @@ def test_run_keeps_tests_by_standard_input_that_have_ended() -> None:
 
 
 def test_threads_that_share_a_closed_executor_make_one_sandbox() -> None:
-    make = Mock(side_effect=lambda: time.sleep(0.05) or (passing, None))
+    slowly = threading.Event()
+    make = Mock(side_effect=lambda: (slowly.wait(0.05), (passing, None))[1])
     running = Executor(make, SHORT, 1)
     running.close()
     with ThreadPoolExecutor(4) as pool:

@@ -208,8 +208,8 @@ def test_failed_tests_have_reasons(run, plain):
 
 @pytest.mark.parametrize("leave", ["os._exit(137)", "os._exit(137 + 256)", "sys.exit(137)"])
 def test_a_program_cannot_imitate_a_kill(sandbox, judge, plain, leave):
-    asserts = json.dumps({"asserts": ["assert f(1)"], "plain": plain})
-    tests = parse_tests(asserts)
+    tests = parse_tests(json.dumps({"asserts": ["assert f(1)"], "plain": plain}))
+    assert isinstance(tests, CodeTests)
     [outcome] = run_functions(sandbox, judge, f"import os, sys\ndef f(x):\n    {leave}", tests, LIMITS)
     assert not outcome.passed
 

@@ -103,11 +103,8 @@ class EpisodicConfig:
 
     def settings(self) -> dict[str, Any]:
         """The settings that a run records: all except those of how it was started."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != _HOW_IT_STARTS}
-
-
-#: A field that is no setting of the run.
-_HOW_IT_STARTS = "resume_from_checkpoint"
+        names = [field.name for field in fields(self) if field.name != "resume_from_checkpoint"]
+        return {name: getattr(self, name) for name in names}
 
 
 def recipe_names() -> list[str]:

@@ -46,7 +46,8 @@ def _after_hashes(text: str) -> str | None:
     return emphasis[2] + emphasis[3] if emphasis else answer
 
 
-def _tagged(text: str) -> str | None:
+def tagged(text: str) -> str | None:
+    """The text in the last `<answer></answer>`; None if there is none."""
     last, start = None, None
     for tag in _TAG.finditer(text):
         if tag[0] == "<answer>":
@@ -69,7 +70,7 @@ _FORMATS: dict[AnswerFormat, _Format] = {
         'Reason step by step, and end with a line "#### " followed by the final answer alone.', "#### %s", _after_hashes
     ),
     "tag": _Format(
-        "Reason step by step, and put the final answer in <answer></answer>.", "<answer>%s</answer>", _tagged
+        "Reason step by step, and put the final answer in <answer></answer>.", "<answer>%s</answer>", tagged
     ),
 }
 

@@ -60,8 +60,8 @@ def _to_prompts(
             raise row.error(f"has no image in its field {names['images']!r}")
         problem = row.text("problem").replace(_PLACEHOLDER, "").strip()
         answer = row.answer("answer")
-        asked.add((problem, answer))
-        if (problem, answer) not in exclude:
+        asked.add((spaced_once(problem), answer))
+        if (spaced_once(problem), answer) not in exclude:
             kept.append(index)
             prompts.append(f"{problem}\n{INSTRUCTIONS['boxed']}")
             answers.append(answer)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 
+from troll.rewards.answers import tagged
 from troll.rewards.grading import completion_text
 from troll.tasks.attempts import attempt_rewards, overthought
 from troll.tasks.options import Options
@@ -238,10 +239,8 @@ def _random_reward(probability: Any) -> RewardFunc:
 
 
 def _answer(completion: Any) -> str:
-    from reasoning_gym.utils import extract_answer
-
     text = completion_text(completion)
-    return extract_answer(text) or text.strip()
+    return (tagged(text) or "").strip() or text.strip()
 
 
 def _unwrapped(text: str, answer_format: str) -> str | None:

@@ -50,10 +50,11 @@ def _pool_matrix(answer: str, entry: Entry) -> bool:
 
 
 def _decimal_arithmetic(answer: str, entry: Entry) -> bool:
-    # Reasoning-gym rounds every intermediate result to the digits that are asked for; three of them may be lost.
+    # Reasoning-gym rounds every intermediate result to the digits that are asked for; three of them may be lost, but
+    # three have to be right.
     asked = re.search(r"maximum of (\d+) significant digits", entry["question"])
     with localcontext(prec=50):  # reasoning-gym sets the process's precision
-        wanted, tolerance = Decimal(entry["answer"]), Decimal(10) ** (3 - int(asked[1] if asked else 12))
+        wanted, tolerance = Decimal(entry["answer"]), Decimal(10) ** min(-3, 3 - int(asked[1] if asked else 12))
         return abs(Decimal(answer.strip()) - wanted) <= abs(wanted) * tolerance
 
 

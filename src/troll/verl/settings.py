@@ -69,6 +69,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     experimental_rollout: Any = None
     bypass_mode: bool = False
     distills: bool = False
+    trainer_mode: str | None = None
+    kl_in_reward: bool = False
     rollout_log_probs: bool = True
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
@@ -103,6 +105,11 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             raise ValueError(
                 f"{_LOSS}.tail=floor compares whole vocabularies, and rollout.top_p or rollout.top_k keeps a part of "
                 f"one: set {_LOSS}.tail=bucket"
+            )
+        if self.truncation is not None and self.kl_in_reward:
+            raise ValueError(
+                "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
+                f"log-probabilities are those on the kept tokens: set {_ACTOR}.use_kl_loss=True instead"
             )
         self._check_trainer()
         if self.anchor == "rollout":
@@ -194,16 +201,28 @@ class _TrollActor:
         """Runs verl's checks on the driver, and warns if the trust region can never do anything.
 
         Raises:
-            ValueError: If α should adapt, but no update is ever off-policy.
+            ValueError: If α should adapt, but the updates that decide about it are never off-policy.
         """
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
-        if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
+        loss = self.policy_loss
+        if (
+            loss.regression_target is not None
+            and loss.trainer_mode == "separate_async"
+            and loss.anchor == "old"
+            and self.ppo_epochs == 1
+        ):
+            raise ValueError(
+                f"{_LOSS}.regression_target adapts the weight to the KL of a batch's last update. separate_async makes "
+                f"one update of each batch, the first of a cycle with equal policies: set {_LOSS}.anchor=rollout, "
+                f"raise {_ACTOR}.ppo_epochs, or leave it out"
+            )
+        if loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
             return
         remedy = (
             f"lower {_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
             f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs"
         )
-        if self.policy_loss.regression_target is not None:
+        if loss.regression_target is not None:
             raise ValueError(
                 f"{_LOSS}.regression_target adapts the weight to the KL of a rollout's last update, which "
                 f"is 0 with one update per rollout: {remedy}, or leave it out"

@@ -144,7 +144,7 @@ def _item(text: str) -> _Item:
     return _Item(_parse(text.removesuffix(r"\%")), text, is_percentage, may_be_a_point=True)
 
 
-class _Parser(_Latex2Sympy):  # type: ignore[misc]  # it has no types
+class _Parser(_Latex2Sympy):
     """math-verify's parser, which would read the value of a binomial next to a number as in 1 1/2: as their sum."""
 
     def convert_binom(self, binom: Any) -> Any:
