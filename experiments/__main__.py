@@ -19,6 +19,8 @@ from troll.terminal import FAILED, INTERRUPTED, UsageError, run_command, silence
 
 DOCS = Path("docs")
 
+_CODES = {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}
+
 
 def main() -> int:
     """Makes runs, collects their folders into a table, or writes pages; returns the exit code."""
@@ -82,7 +84,7 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
             silence_libraries()
             outcome, found = run(arguments.table, arguments.recipes, fields)
             print(f"{arguments.table}: {found} runs added or replaced")
-            return 0 if outcome == "finished" else FAILED
+            return _CODES[outcome]
         if arguments.command == "second":
             from experiments.grid import run_second
 
@@ -90,15 +92,14 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
             output = arguments.output_dir or Path("runs", "study", arguments.table.stem)
             outcome, found = run_second(arguments.table, arguments.seed, output, arguments.jobs)
             print(f"{arguments.table}: {found} runs added or replaced")
-            return 0 if outcome == "finished" else FAILED
+            return _CODES[outcome]
         if arguments.command == "tune":
             from rich.console import Console
 
             from experiments.tuning import tune
 
             silence_libraries()
-            outcome = tune(arguments.recipes, fields, Console())
-            return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
+            return _CODES[tune(arguments.recipes, fields, Console())]
         if arguments.command == "collect":
             from experiments.collect import collect
 

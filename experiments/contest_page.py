@@ -20,8 +20,8 @@ from troll.runs.recorded import Measure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
-_POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
+_UNIT: dict[Measure, str] = {"success": ", %", "reward": ""}
+_POINTS: dict[Measure, str] = {"success": ", points", "reward": ""}
 _RATE_NOTE = (
     "Each method has the learning rate that suits it: a seed's is the one with the best mean over the other seeds."
 )
@@ -102,7 +102,7 @@ def _contrast_table(found: Sequence[Contrast[Contestant]]) -> str:
     head = [
         "",
         "minus",
-        f"difference,{_POINTS[measure]}" if measure == "success" else "difference",
+        f"difference{_POINTS[measure]}",
         "p (sign flips)",
         "p (Holm)",
     ]
@@ -133,7 +133,7 @@ def _rate_table(methods: Sequence[Contestant]) -> str:
     return html_table(
         [
             "",
-            f"{measure} when tuned,{_UNIT[measure]}" if measure == "success" else f"{measure} when tuned",
+            f"{measure} when tuned{_UNIT[measure]}",
             "learning rate (seeds)",
             "within 90 % of the best",
         ],

@@ -5,7 +5,7 @@
 Trains the recipe `sparse-signal` at a fast rate with three methods, and keeps the model after each rollout. The start
 policy answers held-out prompts in groups of eight. On the groups whose rewards are all equal, which give no gradient,
 each model's KL from the start policy is measured over the whole vocabulary. Writes docs/assets/drift.svg and
-docs/results/drift.json; the runs are resumed.
+docs/results/drift.json; finished runs are kept.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def train_once(
     """
     if any(row.items() >= run.items() for row in rows):
         return
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
     if code := command(["train", *fields, "--output_dir", str(folder)]):
         sys.exit(code)
     summary = read_json(folder / "summary.json")

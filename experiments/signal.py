@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from troll.cli import main as troll
 from troll.files import read_json, write_atomically
+from troll.runs.recorded import read_summary
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms, formulas
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "signal.json"
@@ -60,7 +62,8 @@ def main() -> int:
     for seed in range(options.seeds):
         for place, terms in PLACES.items():
             folder = options.output_dir / f"{place.replace(' ', '-')}-{seed}"
-            if not (folder / "summary.json").exists():
+            if read_summary(folder).get("status") != "finished":
+                shutil.rmtree(folder, ignore_errors=True)
                 SURROGATES["troll"] = replace(surrogate, terms=terms)
                 if code := troll(["train", *COMMAND, "--seed", str(seed), "--output_dir", str(folder)]):
                     return code

@@ -72,10 +72,10 @@ def dying_in_checkpoint(step: int, file: str) -> Iterator[None]:
         if output_dir is not None:
             halve(Path(output_dir, "model.safetensors"))
 
-    def complete_marker(checkpoint: Path) -> None:
+    def complete_marker(checkpoint: Path, only_model: bool) -> None:
         if file == checkpoints.MARKER and checkpoint.name == folder:
             die()
-        complete(checkpoint)
+        complete(checkpoint, only_model)
 
     with (
         mock.patch("torch.save", torch_save),

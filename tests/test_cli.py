@@ -28,7 +28,11 @@ from troll_sandbox.errors import SandboxError
         (["report", __file__], "not a run folder"),
         (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
         (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
-        (["eval", "/nonexistent"], "no task: name one with --task (only what troll train has saved brings its own)"),
+        (
+            ["eval", "/nonexistent"],
+            "no task: name one with --task (only what troll train has saved brings its own); there is no folder "
+            "/nonexistent",
+        ),
         (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
         (["tasks", "check", "gsm9k"], "unknown task 'gsm9k'; known tasks: aime24"),
         (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),

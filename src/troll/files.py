@@ -64,16 +64,18 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, lock: str, *, marker: str, content: str, holder: str, error: type[Exception]) -> Iterator[int]:
+def locked(
+    folder: Path, lock: str, *, holder: str, error: type[Exception], marker: str | None = None, content: str = ""
+) -> Iterator[int]:
     """Makes a folder and holds its lock, a file; child processes may inherit its descriptor to keep it locked.
 
     Args:
-        folder: The folder: new, empty, or with a marker.
+        folder: The folder: new, empty, or with the marker.
         lock: The name of the lock file in the folder.
-        marker: The file that shows of which kind the folder is.
-        content: The content of such a folder, in words, for errors.
         holder: The other program that may hold the lock, in words, for errors.
         error: The exception to raise if the folder cannot be used, holds something else or is in use.
+        marker: The file that shows of which kind the folder is; None if it may hold anything.
+        content: The content of a folder with the marker, in words, for errors.
 
     Yields:
         The descriptor of the lock file.
@@ -85,7 +87,7 @@ def locked(folder: Path, lock: str, *, marker: str, content: str, holder: str, e
     choose = "choose another folder with --output_dir"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / marker).is_file() and any(path.name != lock for path in folder.iterdir()):
+        if marker and not (folder / marker).is_file() and any(path.name != lock for path in folder.iterdir()):
             raise error(f"output_dir {folder} is not empty and holds no {content}: {choose}")
         file = (folder / lock).open("a")
     except OSError as cause:

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trl.tiny import adapted
+from troll.evaluation import model as model_module
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.model import find_model, load_model, load_tokenizer
 
@@ -94,6 +95,24 @@ def test_load_model_gives_the_embedding_the_rows_of_training(tiny_model: Path, t
         logits = load_model(find_model(str(folder)), "float64").eval()(ids).logits
         assert logits.shape[-1] == (rows + 8 if resized else rows)
         torch.testing.assert_close(logits, trained(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_find_model_downloads_an_adapter_of_the_hub(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    adapted(base, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(str(tmp_path))
+    asked: list[tuple[str, str | None]] = []
+
+    def download(name: str, *_: str, revision: str | None) -> str:
+        asked.append((name, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr(model_module, "hf_hub_download", download)
+    monkeypatch.setattr(model_module, "snapshot_download", download)
+    found = find_model("you/adapter", revision="v1")
+    assert (found.path, found.base, found.adapter_rank) == (str(tmp_path), str(tiny_model), 4)
+    assert asked == [("you/adapter", "v1")] * 2
 
 
 def test_an_adapter_that_cannot_be_merged_says_why(tiny_model: Path, tmp_path: Path) -> None:

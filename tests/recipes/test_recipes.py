@@ -136,7 +136,12 @@ def test_differences_know_what_a_left_out_field_means() -> None:
     [
         ("quikstart", [], "did you mean quickstart"),
         ("nowhere.yaml", [], "recipes: ablation-kl-bound, .*quickstart"),
-        ("ablation-kl-bound", [], "is a grid over kl_bound: run it with troll compare ablation-kl-bound"),
+        (
+            "ablation-kl-bound",
+            [],
+            "is a grid over kl_bound: run it with troll compare ablation-kl-bound, or give each one value, as in "
+            "--kl_bound 0",
+        ),
         ("quickstart", ["--learing_rate", "1"], "did you mean --learning_rate"),
         ("quickstart", ["--kl_bound", "abc"], "kl_bound"),
         ("quickstart", ["--kl_bound", "-1"], "kl_bound must be above 0"),
@@ -173,6 +178,7 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
         ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
         ("grid: {reward_weights: [[1.0, 0.5], [1.0, 1.0]]}", "grid cannot hold lists, and reward_weights has one"),
         ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
+        ("kl_bound: [0.1, 0.2]", r"kl_bound takes one value, got a list: .* write grid: \{kl_bound: \[0\.1, 0\.2\]\}"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -211,7 +217,8 @@ def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Pat
 
 
 def test_resume_without_a_value_means_the_last_checkpoint() -> None:
-    for overrides in (["--resume_from_checkpoint"], ["--resume_from_checkpoint", "--max_steps", "3"]):
+    flag = "--resume_from_checkpoint"
+    for overrides in ([flag], ["--resume-from-checkpoint"], [flag, "--max_steps", "3"]):
         assert recipes.load("quickstart", overrides).training.resume_from_checkpoint == "last"
     given = recipes.load("quickstart", ["--resume_from_checkpoint", "runs/x/checkpoint-8"])
     assert given.training.resume_from_checkpoint == "runs/x/checkpoint-8"

@@ -253,6 +253,17 @@ def test_groups_distinguish_runs_of_which_some_do_not_record_a_setting(tmp_path:
     assert found == [("default", ["0", "1"], 3), ("0.04", ["beta"], 1)]
 
 
+def test_groups_plan_no_run_of_a_method_of_which_none_is_finished(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "done", "troll", 0, 0.6, kl_bound=0.01)]
+    runs += [
+        write_run(tmp_path / f"{bound}-{seed}", "troll", seed, None, kl_bound=bound)
+        for bound in (0.01, 0.05)
+        for seed in (1, 2)
+    ]
+    (group,) = Comparison(read_runs(runs)).groups
+    assert group.planned == 3
+
+
 def test_groups_know_the_settings_that_only_the_manifest_has(tmp_path: Path) -> None:
     """A comparison that goes on with `--beta 0.0 0.04` keeps the runs that were made without it."""
     write_run(tmp_path / "old", "troll", 0, 0.6)

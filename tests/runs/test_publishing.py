@@ -31,6 +31,7 @@ SUMMARY: dict[str, Any] = {
     "reward_before": 0.3,
     "reward_after": 0.6,
     "eval_size": 64,
+    "eval_questions": 60,
     "versions": {"trl": "1.16.0"},
 }
 
@@ -137,7 +138,8 @@ def test_what_is_on_the_hub_is_linked_and_the_rest_named(tmp_path, overrides, hu
 
 def test_success_has_its_intervals() -> None:
     text = card().replace("\N{NO-BREAK SPACE}", " ")
-    low, high = wilson_interval(0.5, 64)
+    low, high = wilson_interval(0.5, 60)
+    assert "Wilson's intervals over 60 different problems." in text
     assert f"| after step 16 | 50.0 % | {100 * low:.1f} % to {100 * high:.1f} % |" in text
     assert "| before training | 25.0 % |" in text
     assert "64 held-out problems, one completion of each, at temperature 1." in text

@@ -24,9 +24,10 @@ from transformers.integrations import integration_utils
 from tests.runs.conftest import logged, short, trainer_with
 from troll import recipes
 from troll.evaluation.training_task import TrainingTask, find_training_task
+from troll.files import locked
 from troll.recipes import Recipe, RecipeError
 from troll.runs import build
-from troll.runs.folders import checkpoint_of
+from troll.runs.folders import LOCK, checkpoint_of
 from troll.runs.page_frame import percent
 from troll.runs.train import ProgressLine, RunFiles, train
 from troll.tasks import TaskError, load_task
@@ -234,6 +235,17 @@ def test_mistakes_are_found_before_the_model_is_looked_for(short_run, console, m
     monkeypatch.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
     with pytest.raises((RecipeError, TaskError), match=message):
         train(recipes.load("quickstart", [*short_run, *overrides]), console)
+
+
+def test_train_refuses_a_folder_in_which_another_one_trains(short_run, console, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
+    recipe = recipes.load("quickstart", short_run)
+    folder = Path(str(recipe.training.output_dir))
+    with (
+        locked(folder, LOCK, holder="a test", error=RuntimeError),
+        pytest.raises(RecipeError, match="another troll train is at work in"),
+    ):
+        train(recipe, console)
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,14 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
             KL_IN_REWARD | {"advantage_estimator": "rloo", "generation_kwargs": {"top_k": 3}},
             "kl_in_reward compares whole policies",
         ),
+        (
+            {"use_vllm": True, "top_k": 3, "updates_per_rollout": 1},
+            "with one update per rollout TRL scores whole policies, and compares them with vLLM's",
+        ),
+        (
+            {"use_transformers_continuous_batching": True, "eval_strategy": "steps"},
+            "an evaluation would read the rollout of the training: set eval_strategy='no'",
+        ),
         # The schedule of the bound.
         ({"kl_bound_schedule": "linear"}, "needs end"),
         ({"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": -1.0}}, "end must be above 0"),

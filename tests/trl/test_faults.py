@@ -253,6 +253,9 @@ def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path
         says = f"{lacks}; there is no complete one next to it; if you changed it on purpose, delete its checkpoint"
         with pytest.raises(ValueError, match=says):
             check_complete(changed)
+    checkpoints._complete(changed, only_model=True)
+    with pytest.raises(ValueError, match=r"holds only the model \(save_only_model\); .* if you changed it on purpose"):
+        check_complete(changed)
     (changed / "trainer_state.json").write_text("{ }")
     (changed / MARKER).unlink()
     check_complete(changed)

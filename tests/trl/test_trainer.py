@@ -399,6 +399,8 @@ def test_many_projected_tokens_over_many_steps_are_warned_about(make, monkeypatc
     ("settings", "warned"),
     [
         ({"save_steps": 3}, True),
+        ({"save_steps": 3, "gradient_accumulation_steps": 3}, True),  # passes over two rollouts in an update
+        ({"save_steps": 4, "gradient_accumulation_steps": 3}, False),
         ({"save_steps": 4}, False),
         ({"save_steps": 3, "save_strategy": "epoch"}, False),
         ({"save_steps": 3, "save_strategy": "no"}, False),
@@ -503,7 +505,7 @@ class LogAtTwo(TrainerCallback):
 def test_a_log_that_a_users_callback_asks_for_has_everything(make):
     trainer = make(logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae")
     trainer.train()
-    first, last = trainer.state.log_history
+    first, last, _ = trainer.state.log_history
     assert first.keys() >= {"trust_region/kl_before_mean", "critic/value_loss", "entropy"}
     assert last["step"] == 3 and "trust_region/kl_before_mean" in last
 

@@ -172,6 +172,14 @@ def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k, impossible):
     assert all(log["trust_region/support_size"] == top_k for log in logs)
 
 
+def test_tokens_without_a_report_are_left_out_of_a_kept_set_too(make):
+    trainer = make(rollout_func=RolloutFunc(Engine(top_k=3, unknown=3)), anchor="rollout", top_k=3, support_top_k=8)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses and all(map(math.isfinite, losses))
+    assert trainer.state.log_history[0]["trust_region/support_size"] == 3
+
+
 def test_engine_that_keeps_more_than_it_reports_is_refused(make):
     trainer = make(rollout_func=RolloutFunc(Engine(top_k=20)), anchor="rollout", top_k=20, support_top_k=8)
     with pytest.raises(ValueError, match="log_probs must be all that the sampler could draw, at most top_k=8"):

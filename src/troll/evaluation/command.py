@@ -30,7 +30,11 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
     """
     names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])
     if not names:
-        raise EvaluationError("no task: name one with --task (only what troll train has saved brings its own)")
+        model = arguments.model
+        missing = "" if Path(model).expanduser().is_dir() else f"; there is no folder {model}"
+        raise EvaluationError(
+            f"no task: name one with --task (only what troll train has saved brings its own){missing}"
+        )
     paths = by_task("dataset_path", arguments.dataset_path, names)
     options = by_task("task_options", arguments.task_options, names)
     text = arguments.chat_template_kwargs

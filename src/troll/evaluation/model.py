@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -54,8 +57,8 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
     """Finds a model without loading its weights.
 
     Args:
-        name_or_path: A name on the Hugging Face hub, the folder of a model or of a LoRA adapter, or the folder of a
-            `troll train` run, for the folder `model` in it.
+        name_or_path: The name of a model or of a LoRA adapter on the Hugging Face hub, a folder with one, or the folder
+            of a `troll train` run, for the folder `model` in it.
         revision: The branch, tag or commit of a model on the hub.
         trust_remote_code: Whether the model's own code may run.
 
@@ -67,6 +70,10 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
         raise EvaluationError(f"model_revision is for models on the hub, and {name_or_path} is a folder: leave it out")
     if name_or_path in ("toy", "toy-moe") and not folder.is_dir():
         raise EvaluationError("the toy model is made by troll train: give the folder of a run, as in runs/quickstart")
+    if not folder.is_dir():
+        with contextlib.suppress(EntryNotFoundError, OSError, ValueError):  # no adapter on the hub
+            hf_hub_download(name_or_path, _ADAPTER, revision=revision)
+            folder, revision = Path(snapshot_download(name_or_path, revision=revision)), None
     if folder.is_dir() and not _is_model(folder) and _is_model(folder / "model"):
         folder = folder / "model"
     path = str(folder) if folder.is_dir() else name_or_path

@@ -147,6 +147,11 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     for name in (*own, *axes):
         if name not in FIELDS and not (name in axes and _field_of(str(name)) in DICTIONARIES):
             raise RecipeError(f"{path}: unknown field {name!r}{did_you_mean(str(name), FIELDS)}")
+    for name, value in own.items():
+        if isinstance(value, list) and name not in LISTS:
+            raise RecipeError(
+                f"{path}: {name} takes one value, got a list: for several runs, write grid: {{{name}: {value}}}"
+            )
     for name, values in axes.items():
         if any(isinstance(value, list) for value in values):
             raise RecipeError(f"{path}: grid cannot hold lists, and {name} has one: write a recipe for each of them")
@@ -224,7 +229,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _SURROGATE_KWARGS}
     if open_axes := [name for name in grid if name not in set_here]:
         raise RecipeError(
-            f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
+            f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}, or give "
+            f"each one value, as in --{open_axes[0]} {grid[open_axes[0]][0]}"
         )
     note = None
     usable = vllm_is_usable() and not training.use_cpu if vllm is None else vllm
@@ -333,7 +339,7 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], 
         found = value if equals else words[0] if words and not words[0].startswith("--") else None
         if "." not in name:
             # Without a value it means the last one; TRL's parser wants a value.
-            rest.append(f"{word}=last" if word == "--resume_from_checkpoint" and found is None else word)
+            rest.append(f"{word}=last" if name == "resume_from_checkpoint" and found is None else word)
             # The parser also takes `--no_field`.
             given[name if name in FIELDS else name.removeprefix("no_")] = found
             continue

@@ -52,7 +52,7 @@ class BuiltRun:
     trainer: TrollTrainer
 
 
-def build(recipe: Recipe, console: Console) -> BuiltRun:
+def build(recipe: Recipe, folder: Path, console: Console) -> BuiltRun:
     """Checks a recipe, loads its model and tasks, prints the memory that the run needs, and makes the trainer.
 
     Raises:
@@ -61,7 +61,6 @@ def build(recipe: Recipe, console: Console) -> BuiltRun:
         troll.tasks.TaskError: If the task or the rollout function cannot be loaded, or the model's chat template
             refuses the prompts.
     """
-    folder = Path(recipe.training.output_dir or "trainer_output")
     try:
         check_back_ends(recipe.training.report_to or [])
         check_hub(recipe.training)

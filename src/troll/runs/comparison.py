@@ -15,7 +15,16 @@ from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 from troll.files import read_json
-from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, Measure, Run, eval_size, is_comparison, number, read_runs
+from troll.runs.recorded import (
+    DEFAULT_SURROGATE,
+    MANIFEST,
+    Measure,
+    Run,
+    eval_questions,
+    is_comparison,
+    number,
+    read_runs,
+)
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 # Settings that do not distinguish methods.
@@ -86,7 +95,7 @@ class Group(Method):
     @property
     def final(self) -> SeedMean | None:
         """The mean of the final measure over seeds; None if no run has it."""
-        answers = eval_size(self.runs[0].summary) if self.measure == "success" else None
+        answers = eval_questions(self.runs[0].summary) if self.measure == "success" else None
         return seed_mean(list(self.finals.values()), answers) if self.finals else None
 
     def mean(self, key: str) -> float | None:
@@ -153,7 +162,7 @@ class Comparison:
             Group(
                 *(row, surrogate, self.measure),
                 runs=[runs[seed] for seed in sorted(runs)],
-                planned=len(runs) + sum(_belongs(run, row, surrogate) for run in left_out),
+                planned=len(runs) + sum(_belongs(run, row, next(iter(runs.values()))) for run in left_out),
             )
             for (row, surrogate), runs in members.items()
         ]
@@ -250,12 +259,14 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
     return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)])
 
 
-def _belongs(run: Run, row: Row, surrogate: str) -> bool:
-    """Whether an unfinished run would belong to a group."""
+def _belongs(run: Run, row: Row, member: Run) -> bool:
+    """Whether an unfinished run would belong to the group of a finished one: also by settings that no row shows yet."""
     (_, recipe), *settings = row
+    both = run.settings.keys() & member.settings.keys() - _NO_AXIS - member.settled
     return (
-        run.surrogate == surrogate
+        run.surrogate == member.surrogate
         and run.recipe == recipe
+        and all(run.settings[name] == member.settings[name] for name in both)
         and all(
             _text(run.settings[name]) == value if name in run.settings else value in (_DEFAULT, "null")
             for name, value in settings

@@ -20,6 +20,9 @@ _MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_
 _MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
 _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on
 
+#: The lock of a run's folder. With a `_`, transformers does not push it to the hub.
+LOCK = "_lock"
+
 _CHOOSE = "choose another folder with --output_dir"
 
 
@@ -35,7 +38,7 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
     resume = recipe.training.resume_from_checkpoint
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (last, _), empty = newest_complete(folder), not any(folder.iterdir())
+        (last, _), empty = newest_complete(folder), all(path.name == LOCK for path in folder.iterdir())
     except OSError as error:
         raise RecipeError(f"output_dir {folder} cannot be used: {error.strerror}") from error
     if not resume:

@@ -169,9 +169,10 @@ def _results(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     each = "one completion" if samples == 1 else f"{samples} completions"
     how = f"{size} held-out problems, {each} of each, at temperature {temperature:g}."
     successes = [("before training", summary["success_before"]), (after, summary["success_after"])]
-    if rows := [(when, *_with_interval(share, size)) for when, share in successes if share is not None]:
+    questions = summary["eval_questions"]
+    if rows := [(when, *_with_interval(share, questions)) for when, share in successes if share is not None]:
         table = markdown_table(("", "success", "95 % interval"), rows)
-        return f"{table}\n\nMeans over {how} Wilson's intervals over problems."
+        return f"{table}\n\nMeans over {how} Wilson's intervals over {questions} different problems."
     rewards = [("before training", summary["reward_before"]), (after, summary["reward_after"])]
     if means := [(when, f"{reward:.3f}") for when, reward in rewards if reward is not None]:
         return f"{markdown_table(('', 'mean reward'), means)}\n\nMeans over {how}"

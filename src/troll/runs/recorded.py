@@ -170,6 +170,12 @@ def eval_size(summary: Mapping[str, Any]) -> int | None:
     return None if size is None else int(size)
 
 
+def eval_questions(summary: Mapping[str, Any]) -> int | None:
+    """The number of different held-out problems: a problem that was drawn twice gives no second independent answer."""
+    different = number(summary.get("eval_questions"), (1, math.inf))
+    return eval_size(summary) if different is None else int(different)
+
+
 def metric_points(rows: Rows, key: str) -> Points:
     """The values of a metric by step; if a resumed run logged a step twice, the later value."""
     values = {row["step"]: value for row in rows if (value := number(row.get(key))) is not None}

@@ -26,7 +26,7 @@ from troll.runs.plot import COLOURS, LIGHT, Points, columns, drawing, running_me
 from troll.runs.recorded import (
     SHARE,
     Rows,
-    eval_size,
+    eval_questions,
     metric_points,
     number,
     read_metrics,
@@ -120,11 +120,11 @@ def _headline(summary: Mapping[str, Any]) -> str:
     parts = [f'<p class="headline"><span class="label">{label}</span> {shown}</p>']
     if outcome:
         parts.append(f'<p class="outcome">{", ".join(outcome)}</p>')
-    size = eval_size(summary)
+    size = eval_questions(summary)
     ends = [(when, share) for when, share in (("before", before), ("after", after)) if share is not None]
     if size is not None and ends:
         intervals = "; ".join(f"{when} {_interval(share, size)}" for when, share in ends)
-        parts.append(f'<p class="note">95 % intervals from {size:g} held-out problems: {intervals}.</p>')
+        parts.append(f'<p class="note">95 % intervals from {size:g} different held-out problems: {intervals}.</p>')
     return "\n".join(parts)
 
 
@@ -175,7 +175,7 @@ def _curves(rows: Rows, summary: Mapping[str, Any]) -> str:
                 continue
             if any(value > 0 or chart.scale != "log" for points in data.values() for _, value in points):
                 shown_bound = bound if chart.with_bound else []
-                cards.append(_card(chart, data, last, shown_bound, eval_size(summary), _note(chart, rows)))
+                cards.append(_card(chart, data, last, shown_bound, eval_questions(summary), _note(chart, rows)))
             elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
                 why = "it was never above zero" if any(data.values()) else "this run logged no value of it"
                 missing.append(f"<li>{chart.title} is left out: {why}.</li>")

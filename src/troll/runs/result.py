@@ -102,6 +102,7 @@ class RunResult:
             "reward_before": before.get("eval_reward"),
             "reward_after": after.get("eval_reward"),
             "eval_size": len(self._run.task.eval_dataset),
+            "eval_questions": len(set(_questions(self._run.task))),
             "seed": training.seed,
             "versions": {"python": platform.python_version()}
             | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
@@ -114,23 +115,28 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     """Writes `verdicts.json`: the step of the last evaluation, and the row and success of each completion.
 
     Completions are in the order of the evaluation, which TRL shuffles. The success is null if the completion could not
-    be judged. The `question` of each row is the number of the first held-out prompt with the same text. Nothing is
-    written if the task does not define success, or this process did not complete its last evaluation.
+    be judged. Nothing is written if the task does not define success, or this process did not complete its last
+    evaluation.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
     successes = trainer.eval_metrics.successes[: len(task.eval_dataset) * samples]
     if not steps or len(successes) < len(task.eval_dataset) * samples:
         return
-    first: dict[str, int] = {}
-    prompts = [json.dumps(prompt) for prompt in task.eval_dataset.select_columns("prompt")["prompt"]]
     verdicts = {
         "step": steps[-1],
-        "question": [first.setdefault(prompt, number) for number, prompt in enumerate(prompts)],
+        "question": _questions(task),
         "row": seam.evaluation_order(trainer, task.eval_dataset),
         "success": [None if success is None else int(success) for success in successes],
     }
     write_atomically(folder / "verdicts.json", json.dumps(verdicts) + "\n")
+
+
+def _questions(task: Task) -> list[int]:
+    """The question of each held-out row: the number of the first row with the same prompt."""
+    first: dict[str, int] = {}
+    prompts = [json.dumps(prompt) for prompt in task.eval_dataset.select_columns("prompt")["prompt"]]
+    return [first.setdefault(prompt, number) for number, prompt in enumerate(prompts)]
 
 
 def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll import recipes
 from troll.evaluation.training_task import TrainingTask
-from troll.files import write_atomically
-from troll.recipes import Recipe
-from troll.runs.build import build
+from troll.files import locked, write_atomically
+from troll.recipes import Recipe, RecipeError
+from troll.runs.build import BuiltRun, build
 from troll.runs.charts import HELD_OUT, SUCCESS
+from troll.runs.folders import LOCK
 from troll.runs.result import RunResult
 from troll.tasks import Task
 from troll.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
@@ -63,13 +65,19 @@ def train(recipe: Recipe, console: Console) -> bool:
         Whether training reached its end. Ctrl-C leaves a folder that is just as complete and can be resumed.
 
     Raises:
-        RecipeError: See `troll.runs.build.build`.
+        RecipeError: If another process trains in the folder; and see `troll.runs.build.build`.
         FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
         NothingJudgedError: If a grader could judge nothing in three rollouts in a row; likewise.
         troll.tasks.TaskError: See `troll.runs.build.build`.
     """
-    run = build(recipe, console)
-    trainer, folder = run.trainer, run.folder
+    folder, holder = Path(recipe.training.output_dir or "trainer_output"), "another troll train"
+    main = recipe.training.process_index == 0
+    with locked(folder, LOCK, holder=holder, error=RecipeError) if main else contextlib.nullcontext():
+        return _train(build(recipe, folder, console), console)
+
+
+def _train(run: BuiltRun, console: Console) -> bool:
+    recipe, trainer, folder = run.recipe, run.trainer, run.folder
     if trainer.is_world_process_zero():
         recipes.save(recipe, folder / recipes.CONFIG_FILE)
         run.trained_on.write(folder)
@@ -129,10 +137,6 @@ class RunFiles(TrainerCallback):
         """Starts the file with the checkpoint's logs; for a new run, it is empty."""
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Has the last step logged, even between two of `logging_steps`: TRL would drop what is left."""
-        control.should_log |= control.should_training_stop
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends the newest log."""

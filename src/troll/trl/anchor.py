@@ -39,9 +39,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_structured_outputs_regex": (None,),
 }
 
-#: The log-prob of a token without a report: it is masked, so any finite number serves.
-PLACEHOLDER = math.log(0.5)
-
 #: The number that vLLM's server writes for minus infinity, which JSON lacks.
 IMPOSSIBLE = -9999.0
 
@@ -134,7 +131,7 @@ class EngineTopLogprobs:
     ) -> list[PackedPolicy]:
         """One policy for each completion; positions outside of the mask keep no slot.
 
-        A token in row 0 gets a placeholder, and `tool_mask` has to leave it out.
+        A token in row 0 gets all the mass, and `tool_mask` has to leave it out.
 
         Args:
             rows: (B, T), the tokens' rows.
@@ -152,7 +149,7 @@ class EngineTopLogprobs:
         )
         device = rows.device
         rows, completion_ids, mask = rows.cpu(), completion_ids.cpu(), mask.cpu()
-        log_probs = torch.where(rows > 0, self.log_probs(rows), PLACEHOLDER)
+        log_probs = self.log_probs(rows)  # 0 without a report: all the mass, on a token that the loss leaves out
         packed: list[PackedPolicy] = []
         for row, ids, sampled, scored in zip(rows, completion_ids, log_probs, mask.bool(), strict=True):
             policy = capture_top(

@@ -99,6 +99,8 @@ class TrollCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adapts ε to the statistics of the update, and β to those of a rollout's last update."""
+        # Also between two of `logging_steps`: after the evaluation that may follow, TRL drops what is left.
+        control.should_log |= control.should_training_stop
         rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
         self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._policy_stays)
         self._rollouts = rollouts
@@ -116,7 +118,7 @@ class TrollCallback(TrainerCallback):
 
     def _log(self, state: TrainerState, control: TrainerControl) -> None:
         """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to the metrics that TRL logs."""
-        if not (control.should_log or control.should_training_stop):  # the last line of the log has the rest
+        if not (control.should_log or control.should_training_stop):  # by a later callback
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
         if metrics and self._trainer.surrogate.projects:

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 def defect(checkpoint: Path) -> str | None:
     """The defect of a checkpoint's folder in words; None if it is complete.
 
-    A checkpoint is complete if its marker says so and every file still has its recorded size. A checkpoint without a
-    marker, such as one of TRL's trainer, is complete if it has a readable `trainer_state.json`, which transformers
-    writes last.
+    A checkpoint is complete if its marker says so, every file still has its recorded size, and it does not hold only
+    the model. A checkpoint without a marker, such as one of TRL's trainer, is complete if it has a readable
+    `trainer_state.json`, which transformers writes last.
     """
     return _judge(checkpoint)[0]
 
@@ -133,7 +133,7 @@ def marked(trainer: Any, checkpoint: Path) -> Iterator[None]:
         torch.save(args, checkpoint / TRAINING_ARGS_NAME)
     trainer.accelerator.wait_for_everyone()
     if saves:
-        _complete(checkpoint)
+        _complete(checkpoint, args.save_only_model)
     if args.push_to_hub:
         push_checkpoint(trainer, checkpoint)
     if saves:
@@ -185,7 +185,8 @@ def _judge(checkpoint: Path) -> tuple[str | None, bool]:
             return f"{name} is missing", True
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes and had {size}", True
-    return None, True
+    # Another optimizer and schedule would start with its model.
+    return "it holds only the model (save_only_model)" if marker.get("only_model") else None, True
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
@@ -204,13 +205,14 @@ def _begin(checkpoint: Path) -> None:
     write_atomically(checkpoint / MARKER, json.dumps({"complete": False}))
 
 
-def _complete(checkpoint: Path) -> None:
+def _complete(checkpoint: Path, only_model: bool = False) -> None:
     files = {
         path.relative_to(checkpoint).as_posix(): path.stat().st_size
         for path in sorted(checkpoint.rglob("*"))
         if path not in (checkpoint / MARKER, checkpoint / _UNDER_WAY) and path.is_file()
     }
-    write_atomically(checkpoint / MARKER, json.dumps({"complete": True, "files": files}, indent=2))
+    content = {"complete": True, "only_model": only_model, "files": files}
+    write_atomically(checkpoint / MARKER, json.dumps(content, indent=2))
 
 
 def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None:

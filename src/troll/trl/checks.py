@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -229,11 +230,17 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
             "noise, which the trust region projects",
             stacklevel=3,
         )
-    updates = args.updates_per_rollout or 1  # None where an update takes passes over two rollouts
+    updates = args.rollout_steps // math.gcd(args.rollout_steps, args.gradient_accumulation_steps)
     if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % updates:
         warnings.warn(
-            f"save_steps={args.save_steps} is not a multiple of the {updates} updates of a rollout: a run resumed from "
-            "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
+            f"save_steps={args.save_steps} is not a multiple of the {updates} updates after which a rollout ends: a "
+            "run resumed from the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
+            stacklevel=3,
+        )
+    if args.save_strategy != "no" and args.sync_ref_model and args.beta:
+        warnings.warn(
+            "TRL saves no reference model with a checkpoint: with sync_ref_model=True, a resumed run begins with the "
+            "first reference again, and does not repeat the interrupted run exactly",
             stacklevel=3,
         )
 

@@ -406,6 +406,18 @@ class TrollConfig(GRPOConfig):
                 "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
                 "rollout, which TRL makes only if it has several updates: set updates_per_rollout to 2 or more"
             )
+        always_on_policy = self.use_vllm and self.always_on_policy
+        if self.truncation is not None and always_on_policy and self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "with one update per rollout TRL scores whole policies, and compares them with vLLM's, which top_p, "
+                "top_k or min_p truncates: set updates_per_rollout to 2 or more, anchor='rollout', or "
+                "vllm_importance_sampling_correction=False"
+            )
+        if self.use_transformers_continuous_batching and self.eval_strategy != "no":
+            raise ValueError(
+                "use_transformers_continuous_batching leaves the model in training mode, and an evaluation would read "
+                "the rollout of the training: set eval_strategy='no', use_vllm=True or generation_chunk_size instead"
+            )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"
             raise ValueError(

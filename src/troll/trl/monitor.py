@@ -16,8 +16,8 @@ from troll.trust_region.step import TrustRegionStep
 
 #: The advice in errors about NaN and infinity.
 REMEDY = (
-    "and the update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
-    "fp16, use bf16"
+    "and the update was not made. Resume from the last checkpoint with a lower max_grad_norm, or begin a new run from "
+    "its weights with a lower learning_rate (a resumed run keeps that of its checkpoint); in fp16, use bf16"
 )
 #: A larger fraction of projected tokens than this, over this many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100

@@ -224,8 +224,8 @@ def capture_top(
     if truncated and bool(((covered.exp() < SMALLEST_TOTAL) | (kept > top_k)).any()):
         total, most = covered.exp().min().item(), int(kept.max())
         raise ValueError(
-            f"log_probs must be all that the sampler could draw, at most top_k={top_k} tokens, got up to {most} "
-            f"tokens, and some that add up to {total:.3g}"
+            f"log_probs must be all that the sampler could draw, at most top_k={top_k} tokens (in a trainer "
+            f"support_top_k: raise it, or truncate more), got up to {most} tokens, and some that add up to {total:.3g}"
         )
     left = (-torch.expm1(covered)).clamp(min=PROBABILITY_FLOOR).log().to(z.dtype)
     left = left.masked_fill(kept == vocab_size, -torch.inf)
