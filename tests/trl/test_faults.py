@@ -194,7 +194,7 @@ def test_a_complete_checkpoint_lists_its_files(whole):
         assert defect(checkpoint) is None
         marker = json.loads((checkpoint / MARKER).read_text())
         there = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != MARKER}
-        assert marker == {"complete": True, "files": there}
+        assert marker == {"complete": True, "only_model": False, "files": there}
         names = "model.safetensors optimizer.pt scheduler.pt critic.pt kl_bound.json rng_state.pth trainer_state.json"
         assert set(names.split()) <= there.keys()
     assert newest_complete(whole[0]) == (whole[0] / "checkpoint-6", {})

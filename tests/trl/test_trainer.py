@@ -414,6 +414,13 @@ def test_saving_in_the_middle_of_a_rollout_is_warned_about(make, recwarn, settin
     assert any("is not a multiple of the 4 updates" in str(warning.message) for warning in recwarn) == warned
 
 
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_reference_that_no_checkpoint_holds_is_warned_about(make, recwarn, save_strategy):
+    make(save_strategy=save_strategy, save_steps=4, steps_per_generation=4, sync_ref_model=True, beta=0.1)
+    warned = any("TRL saves no reference model with a checkpoint" in str(warning.message) for warning in recwarn)
+    assert warned == (save_strategy == "steps")
+
+
 def test_another_configuration_class_is_refused(make, tmp_path):
     args: Any = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match="args must be a TrollConfig, got GRPOConfig: change the name of the class"):

@@ -237,7 +237,7 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
             "run resumed from the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
             stacklevel=3,
         )
-    if args.save_strategy != "no" and args.sync_ref_model and args.beta:
+    if args.save_strategy != "no" and args.sync_ref_model:
         warnings.warn(
             "TRL saves no reference model with a checkpoint: with sync_ref_model=True, a resumed run begins with the "
             "first reference again, and does not repeat the interrupted run exactly",
