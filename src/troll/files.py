@@ -95,6 +95,8 @@ def locked(
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            raise error(f"{holder} is at work in {folder}: wait for it, or {choose} ({cause.strerror})") from cause
+        except BlockingIOError as cause:
+            raise error(f"{holder} is at work in {folder}: wait for it, or {choose}") from cause
+        except OSError as cause:  # some network file systems have no locks
+            raise error(f"output_dir {folder} cannot be locked: {cause.strerror}; {choose}") from cause
         yield file.fileno()

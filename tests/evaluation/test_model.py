@@ -104,14 +104,15 @@ def test_find_model_downloads_an_adapter_of_the_hub(
     adapted(base, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(str(tmp_path))
     asked: list[tuple[str, str | None]] = []
 
-    def download(name: str, *_: str, revision: str | None) -> str:
+    def download(name: str, *_: str, revision: str | None, **__: Any) -> str:
         asked.append((name, revision))
         return str(tmp_path)
 
     monkeypatch.setattr(model_module, "hf_hub_download", download)
     monkeypatch.setattr(model_module, "snapshot_download", download)
     found = find_model("you/adapter", revision="v1")
-    assert (found.path, found.base, found.adapter_rank) == (str(tmp_path), str(tiny_model), 4)
+    assert (found.name, found.path, found.base) == ("you/adapter", str(tmp_path), str(tiny_model))
+    assert found.adapter_rank == 4 and tmp_path.name in found.fingerprint.split()
     assert asked == [("you/adapter", "v1")] * 2
 
 

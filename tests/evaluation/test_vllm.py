@@ -57,7 +57,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_each_completion_is_a_request_with_its_own_seed() -> None:
     sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=4)
-    source = ModelSource("some/model", "some/model", None, None, "", revision="v2", trust_remote_code=True)
+    source = ModelSource(
+        "some/model", "some/model", "some/model", None, None, "", revision="v2", trust_remote_code=True
+    )
     engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="bfloat16", context=300)
     assert engine.generate([[1, 2], [1, 2], [3]], [2, 3, 4]) == [
         Generation("1 2 1 2", 5, True),
@@ -79,7 +81,7 @@ def test_each_completion_is_a_request_with_its_own_seed() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("rank", "supported"), [(32, 32), (4, 8), (129, 256), (513, None)])
 def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -> None:
-    source, sampling = ModelSource("folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)
+    source, sampling = ModelSource("folder", "folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)
     if supported is None:
         with pytest.raises(EvaluationError, match="rank 512 at most, got 513: use --backend transformers"):
             vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)

@@ -54,6 +54,7 @@ PREFIX = 'import math\n\ndef f(x):\n    """Adds one."""\n'
         ("    return x + 1\n```\nUse:\n```python\nprint(f(1))\n```", PREFIX + "    return x + 1\n"),
         ("\n    return x + 1\n\ndef f(x):\n    pass", PREFIX + "\n    return x + 1\n"),
         (f"Like this:\n```python\n{F}```", f"import math\n\n{F}"),
+        (f"  1. Add one.\n  2. Return.\n\n```python\n{F}```", f"import math\n\n{F}"),
         (f"```python\n{F}```", f"import math\n\n{F}"),
         (F, f"import math\n\n{F}"),
         (PREFIX + "    return x + 1", PREFIX + "    return x + 1"),

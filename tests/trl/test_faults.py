@@ -218,7 +218,7 @@ def test_every_truncated_or_missing_file_is_noticed(damaged):
 def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
     (damaged / "checkpoint-6" / "scheduler.pt").unlink()
     trainer = make(output_dir=str(damaged), **SETTINGS)
-    says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4; if you "
+    says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4; to "
     with pytest.raises(ValueError, match=says):
         trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
 
@@ -250,11 +250,11 @@ def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path
         (None, "trainer_state.json is missing"),
     ):
         (changed / "trainer_state.json").write_text(content) if content else (changed / "trainer_state.json").unlink()
-        says = f"{lacks}; there is no complete one next to it; if you changed it on purpose, delete its checkpoint"
+        says = f"{lacks}; there is no complete one next to it; to resume from it as it is, delete its checkpoint"
         with pytest.raises(ValueError, match=says):
             check_complete(changed)
     checkpoints._complete(changed, only_model=True)
-    with pytest.raises(ValueError, match=r"holds only the model \(save_only_model\); .* if you changed it on purpose"):
+    with pytest.raises(ValueError, match=r"holds only the model \(save_only_model\); .* to resume from it as it is"):
         check_complete(changed)
     (changed / "trainer_state.json").write_text("{ }")
     (changed / MARKER).unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -31,7 +32,8 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
     names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])
     if not names:
         model = arguments.model
-        missing = "" if Path(model).expanduser().is_dir() else f"; there is no folder {model}"
+        may_exist = Path(model).expanduser().is_dir() or re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)  # on the hub
+        missing = "" if may_exist else f"; there is no folder {model}"
         raise EvaluationError(
             f"no task: name one with --task (only what troll train has saved brings its own){missing}"
         )

@@ -25,7 +25,8 @@ class EvaluationConfig:
     """The settings of an evaluation.
 
     Attributes:
-        model: A name on the Hugging Face hub, or the folder of a model, of a LoRA adapter, or of a `troll train` run.
+        model: The name of a model or of a LoRA adapter on the Hugging Face hub, a folder with one, or the folder of a
+            `troll train` run.
         tasks: The tasks, at least one, each once. Their held-out rows are the problems.
         samples: n, the completions of each problem, at least 1.
         ks: Each k of pass@k, from 1 to n; None for 1 and n.

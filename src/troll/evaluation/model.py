@@ -29,16 +29,18 @@ class ModelSource:
     """The place of a model, and its properties that are known before its weights are loaded.
 
     Attributes:
-        path: The name on the hub, or the folder.
+        name: The name on the hub, or the folder.
+        path: What is loaded: the name or the folder; of an adapter on the hub, the folder to which it was downloaded.
         base: For an adapter, the model that it changes; otherwise the same as `path`.
         adapter_rank: The rank of a LoRA adapter; None for a whole model.
         context: The number of tokens that the model takes at once; None if its configuration does not say.
-        fingerprint: Changes with the model: the commit on the hub, or a hash of the names, sizes and times of the files
-            in the folder except for the model card.
+        fingerprint: Changes with the model: the commits on the hub, and hashes of the names, sizes and times of the
+            files in folders except for the model card.
         revision: The revision of the model on the hub; for an adapter, the revision of its base.
         trust_remote_code: Whether the model's own code may run.
     """
 
+    name: str
     path: str
     base: str
     adapter_rank: int | None
@@ -70,10 +72,12 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
         raise EvaluationError(f"model_revision is for models on the hub, and {name_or_path} is a folder: leave it out")
     if name_or_path in ("toy", "toy-moe") and not folder.is_dir():
         raise EvaluationError("the toy model is made by troll train: give the folder of a run, as in runs/quickstart")
+    downloaded = None
     if not folder.is_dir():
         with contextlib.suppress(EntryNotFoundError, OSError, ValueError):  # no adapter on the hub
             hf_hub_download(name_or_path, _ADAPTER, revision=revision)
-            folder, revision = Path(snapshot_download(name_or_path, revision=revision)), None
+            everything = snapshot_download(name_or_path, revision=revision, ignore_patterns=["*checkpoint*/*"])
+            folder = downloaded = Path(everything)
     if folder.is_dir() and not _is_model(folder) and _is_model(folder / "model"):
         folder = folder / "model"
     path = str(folder) if folder.is_dir() else name_or_path
@@ -90,11 +94,13 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
         raise _unloadable(path, base, error) from error
     if path != base and rank is None:
         raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be merged")
-    commit = getattr(config, "_commit_hash", None)
-    local = [_folder_fingerprint(Path(place)) for place in sorted({path, base}) if Path(place).is_dir()]
+    commits = [getattr(config, "_commit_hash", None), downloaded and downloaded.name]
+    places = [Path(place) for place in sorted({path, base}) if Path(place) != downloaded]
+    local = [_folder_fingerprint(place) for place in places if place.is_dir()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    fingerprints = " ".join([*([commit] if commit else []), *local])
-    return ModelSource(path, base, rank, context, fingerprints, revision, trust_remote_code)
+    fingerprints = " ".join([*filter(None, commits), *local])
+    name = path if downloaded is None else name_or_path
+    return ModelSource(name, path, base, rank, context, fingerprints, revision, trust_remote_code)
 
 
 def load_tokenizer(source: ModelSource) -> Any:

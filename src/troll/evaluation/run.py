@@ -84,7 +84,7 @@ class _Evaluation:
     @property
     def settings(self) -> dict[str, Any]:
         return {
-            "model": self.source.path,
+            "model": self.source.name,
             "model_fingerprint": self.source.fingerprint,
             "samples": self.config.samples,
             **asdict(self.sampling),
@@ -113,7 +113,7 @@ class _Evaluation:
     def run(self) -> bool:
         self.results = read_object(self.folder / RESULTS).get("tasks", {})
         names = [problems.name for problems in self.problems]
-        say(self.console, f"evaluating {self.source.path} on {', '.join(names)} with {self.backend} in {self.folder}")
+        say(self.console, f"evaluating {self.source.name} on {', '.join(names)} with {self.backend} in {self.folder}")
         (self.folder / "generations").mkdir(exist_ok=True)
         status = "failed"
         try:

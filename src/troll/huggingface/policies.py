@@ -123,8 +123,8 @@ def trust_region_step(
         where that is false.
 
     Raises:
-        ValueError: On shapes that do not fit, an old policy of other labels, an unknown name, or a head that cannot be
-            read.
+        ValueError: On shapes that do not fit, (on a CPU) an old policy of other labels, an unknown name, or a head that
+            cannot be read.
         RuntimeError: If the model's logits are not those of its head, or something rounds its outputs.
     """
     targets = targets_of(input_ids, labels)
@@ -132,8 +132,10 @@ def trust_region_step(
     scored = targets != -100
     at = scored.nonzero(as_tuple=True)  # one wait for the device
     counted = old[at]
-    # Everything is checked before the pass of the model.
-    bound = broadcast_bound(kl_bound, targets.shape, kl_bound)[at] if isinstance(kl_bound, Tensor) else kl_bound
+    # Positions are checked before the pass of the model.
+    if isinstance(kl_bound, Tensor):
+        kl_bound = kl_bound.to(targets.device)
+        kl_bound = broadcast_bound(kl_bound, targets.shape, kl_bound)[at]
     constraint = None if constraint is None else constraint.flat(targets.shape)[scored.reshape(-1)]
     _check_sampled(counted, targets[at])
     new, _ = read_tokens(
@@ -149,7 +151,7 @@ def trust_region_step(
         attention_mask=attention_mask,
         **model_inputs,
     )
-    step = step_of_policy(new, counted, bound, tail=tail, solver=solver, constraint=constraint, pull=pull)
+    step = step_of_policy(new, counted, kl_bound, tail=tail, solver=solver, constraint=constraint, pull=pull)
     return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in vars(step).items() if x is not None})
 
 

@@ -97,9 +97,9 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     name. Everything up to the last `</think>` is ignored.
 
     If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
-    the first line that is not indented. So does a text that starts with an indented line and goes on after that part.
-    If the program defines some of the names, it may use the imports and helpers before the first such definition in the
-    prefix.
+    the first line that is not indented. If no block defines one, a text that starts with an indented line does so too,
+    without what follows that part. If the program defines some of the names, it may use the imports and helpers before
+    the first such definition in the prefix.
 
     Args:
         completion: The text of the completion, as the model wrote it.
@@ -114,13 +114,14 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     if len(text) + len(prefix) > MAX_PROGRAM:
         return None
     names, prefix = _names(tests), prefix.replace("\r\n", "\n")
-    before = _FENCE.split(text, maxsplit=1)[0]
-    if prefix and _BODY.match(before) and len(body := _indented_part(before)) < len(text):
-        return prefix + body
     fenced = list(fenced_blocks(text))
     found = program_among(fenced, names, whole=isinstance(tests, StreamTests)) if fenced else ("", text)
-    if defines(before, names) and not (found and defines(found[1], names)):
-        found = ("", before)
+    if not (fenced and found and defines(found[1], names)):
+        before = _FENCE.split(text, maxsplit=1)[0]
+        if prefix and _BODY.match(before) and len(body := _indented_part(before)) < len(text):
+            return prefix + body
+        if defines(before, names):
+            found = ("", before)
     if found is None or not found[1].strip():
         return None
     needed, program = found

@@ -15,8 +15,9 @@ from troll.runs.grid import PlannedRun
 from troll.runs.recorded import MANIFEST
 from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 
-# The settings that a resumed run may change, and all that begin with one of these: its length and its output.
-_MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name"}
+# The settings that a resumed run may change, and all that begin with one of these: its length and its output, and what
+# the error about NaN advises.
+_MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name", "max_grad_norm"}
 _MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
 _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on
 

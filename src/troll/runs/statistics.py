@@ -50,7 +50,8 @@ def seed_mean(values: Sequence[float], answers: int | None = None) -> SeedMean:
 
     Args:
         values: The value of each seed, at least one.
-        answers: The number of answers on which a success was measured, used for a single seed; None for other values.
+        answers: The number of independent answers of which a success is the mean, used for a single seed; None for
+            other values.
     """
     if len(values) > 1:
         return SeedMean(fmean(values), stdev(values), len(values), t_interval(values), "t")

@@ -118,7 +118,7 @@ class TrollCallback(TrainerCallback):
 
     def _log(self, state: TrainerState, control: TrainerControl) -> None:
         """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to the metrics that TRL logs."""
-        if not (control.should_log or control.should_training_stop):  # by a later callback
+        if not (control.should_log or control.should_training_stop):  # the latter by a callback after this one
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
         if metrics and self._trainer.surrogate.projects:

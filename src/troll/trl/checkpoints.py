@@ -69,7 +69,7 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
 def check_complete(checkpoint: Path) -> None:
     """Raises ValueError if a checkpoint is incomplete.
 
-    The error names the defect, the one to take instead, and the remedy if it was changed on purpose.
+    The error names the defect, the one to take instead, and how to resume from it nevertheless if it was complete once.
     """
     lacks, was_complete = _judge(checkpoint)
     if lacks is None:
@@ -78,7 +78,7 @@ def check_complete(checkpoint: Path) -> None:
         raise ValueError(f"{checkpoint} is not the folder of a checkpoint: {lacks}")
     other, _ = newest_complete(checkpoint.parent)
     instead = "there is no complete one next to it" if other is None else f"resume from {other}"
-    on_purpose = f"; if you changed it on purpose, delete its {MARKER}" if was_complete else ""
+    on_purpose = f"; to resume from it as it is, delete its {MARKER}" if was_complete else ""
     raise ValueError(f"{checkpoint} is an incomplete checkpoint: {lacks}; {instead}{on_purpose}")
 
 

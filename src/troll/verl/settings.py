@@ -213,8 +213,8 @@ class _TrollActor:
         ):
             raise ValueError(
                 f"{_LOSS}.regression_target adapts the weight to the KL of a batch's last update. separate_async makes "
-                f"one update of each batch, the first of a cycle with equal policies: set {_LOSS}.anchor=rollout, "
-                f"raise {_ACTOR}.ppo_epochs, or leave it out"
+                "one update of each batch, and in the first after each synchronisation of the weights that KL is 0: "
+                f"set {_LOSS}.anchor=rollout, raise {_ACTOR}.ppo_epochs, or leave it out"
             )
         if loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
             return

@@ -208,6 +208,8 @@ RIGHT = {
     r"\dfrac{1}{29,\!322,\!216}": (r"\frac{1}{29322216}", r"\frac{1}{29,322,216}"),
     r"\dfrac{2469}{20,\!000}": ("0.12345",), r"\approx 8.24 \text{ mph}": ("8.24", r"\approx 8.24"),
     r"\langle 1, 2\rangle": (r"\left\langle 1, \frac42\right\rangle", "(1, 2)"), "44": ("44 Dollars",),
+    r"\frac{dy}{dx} = 2x": (r"\frac{dy}{dx} = 2 \cdot x", r"\frac{dy}{dx} - 2x = 0"),
+    r"\lim_{x\to0} f(x) = 2a": (r"2a = \lim_{x\to0} f(x)",),
     "x^2-25=0": ("2x^2-50=0", "x^2=25", "25-x^2=0"), "x^{2}-2 x+10=0": ("2x^2-4x+20=0", "x^2=2x-10"),
     r"\frac{18}{35}": (r"\frac{\binom{4}{2}\binom{3}{1}}{\binom{7}{3}}",), "30": (r"3\binom{5}{2}", r"\binom{5}{2} 3"),
     r"\frac{5}{16}": (r"\binom{5}{2}\frac{1}{32}", r"\binom{5}{3}\left(\frac12\right)^5"),

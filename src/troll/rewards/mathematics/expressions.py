@@ -294,7 +294,8 @@ class _Comparison:
 
         math-verify takes equations without real solutions for equal.
         """
-        if not all(isinstance(side, sympy.Expr) for side in (*gold.args, *answer.args)):
+        sides = (*gold.args, *answer.args)
+        if not all(isinstance(side, sympy.Expr) and not side.has(*_UNEVALUATED) for side in sides):
             return None
         one, other = (self._named(side.lhs - side.rhs) for side in (gold, answer))
         point = next(self._points(sorted(one.free_symbols | other.free_symbols, key=str), 1))
@@ -396,9 +397,14 @@ def _by_name(side: _Answer) -> list[_Item]:
     """The items of a list; of `y = 2, x = 1`, those of a pair, and of `m = 2, b = 1` those of another, (2, 1)."""
     if not all(is_assignment_relation(item.value) for item in side.items):
         return side.items
-    names = [str(take_first_relation(item.value).lhs) for item in side.items]
-    order = sorted(range(len(names)), key=names.__getitem__) if {"x", "y", "z"}.issuperset(names) else range(len(names))
-    return [side.items[index]._replace(value=_unwrapped(side.items[index].value)) for index in order]
+
+    def name(item: _Item) -> str:
+        return str(take_first_relation(item.value).lhs)
+
+    items = side.items
+    if {"x", "y", "z"}.issuperset(map(name, items)):
+        items = sorted(items, key=name)
+    return [item._replace(value=_unwrapped(item.value)) for item in items]
 
 
 def _united(side: _Answer) -> _Answer:
