@@ -73,6 +73,8 @@ def test_what_it_says_of_the_study_is_so() -> None:
     )
     results = (ROOT / "docs" / "results.md").read_text("utf-8")
     assert f"20 other seeds, that lead is only {other_seeds}" in " ".join(results.split())
+    (old_rollouts,) = re.findall(r"is ahead of the clip by (\+\S+ points \[\S+ \S+\])\.", text)
+    assert f"far ahead of the clip, each at its best rate: {old_rollouts}" in " ".join(results.split())
 
 
 def test_what_it_says_of_the_cost_is_measured() -> None:
