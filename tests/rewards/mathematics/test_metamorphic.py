@@ -106,6 +106,16 @@ def _percentages(digits, places, whole, under):
     return right, [*wrong, (mixed, rf"{whole + 1}\frac{{1}}{{{under}}}\%"), (rf"\frac{{1}}{{{under}}}", rf"{under}\%")]
 
 
+@_kind(st.integers(2, 99), st.integers(3, 99), st.integers(2, 9))
+def _neighbours(first, second, under):
+    product, whole = str(first * second), f"{first}{second}"
+    fraction, mixed = rf"\frac{{{first}}}{{{under}}}", rf"\frac{{{first * under + 1}}}{{{under}}}"
+    right = [(product, f"{first}({second})"), (product, f"({first})({second})"), (product, f"({first}){second}")]
+    right += [(f"-{product}", f"-{first}({second})"), (fraction, rf"{first}\left(\frac{{1}}{{{under}}}\right)")]
+    wrong = [(str(first + second), answer) for _, answer in right[:3]] + [(mixed, right[-1][1])]
+    return right, wrong + [(gold, f"{first} {second}") for gold in (product, whole, str(first + second))]
+
+
 _UNITS = (
     r"\,\Omega", r"\ \mu\text{m}", r"\ \frac{\text m}{\text s}", r" {\rm cm}", " km/h", " €", r"\text{ cm}",
     r"~\mathrm{m}^2", r"\,\mathrm{kg\cdot m^2}", " kg", " m", r"^\circ\text{C}", "°", r"\,\text{m}/\text{s}^{2}",

@@ -20,6 +20,9 @@ from sympy.parsing import sympy_parser
 
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
+_MIXED_NUMBER = re.compile(r"\d+ \\frac\{(\d+)\}\{(\d+)\}", re.ASCII)
+_NEIGHBOURS = re.compile(r".*(?:[\d.%]|\\circ\}) [\d.].*", re.ASCII)
+_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])", re.ASCII)  # not in `10 18`
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _BUILDER = re.compile(
     r"\\\{ *([a-zA-Z]) *(?:\\in *\\mathbb *(?:\{R\}|R) *)?"
@@ -76,7 +79,7 @@ def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
         answer: The text that is compared with it.
         positive_symbols: Whether symbols stand for positive numbers, as in physics.
     """
-    if gold.replace(" ", "") == answer.replace(" ", ""):
+    if _SPACE.sub("", gold) == _SPACE.sub("", answer):
         return True
     expected, given = _read(gold), _read(answer)
     return not _restates(expected, given) and _Comparison(expected, given, positive_symbols).is_same(expected, given)
@@ -145,7 +148,20 @@ def _item(text: str) -> _Item:
 
 
 class _Parser(_Latex2Sympy):
-    """math-verify's parser, which would read the value of a binomial next to a number as in 1 1/2: as their sum."""
+    r"""math-verify's parser, which would add all neighbouring numbers, as in `1\frac{1}{2}`: `3(5)` would be 8."""
+
+    def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
+        left, right = ("".join(part.getText() for part in parts) for parts in (arr[i : i + 1], arr[i + 1 :]))
+        mixed = _MIXED_NUMBER.fullmatch(f"{left} {right}")
+        if not right or (mixed and int(mixed[1]) < int(mixed[2])):
+            return super().convert_postfix_list(arr, i)
+        if _NEIGHBOURS.fullmatch(f"{left} {right}"):
+            raise ValueError(f"{left} and {right} are two numbers")
+        value = self.convert_postfix(arr[i])
+        if isinstance(value, list):  # the operator of a derivative
+            return super().convert_postfix_list(arr, i)
+        factors = value, self.convert_postfix_list(arr, i + 1)
+        return (self.mat_mul_flat if any(factor.is_Matrix for factor in factors) else self.mul_flat)(*factors)
 
     def convert_binom(self, binom: Any) -> Any:
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)

@@ -60,11 +60,6 @@ _ITEM = re.compile(r"[A-Za-z]|\([A-Za-z]\)")
 _PRIMES = re.compile(r"(?<=[A-Za-z)\]}])'+(?!s)")
 _POINT = re.compile(r"(?<=\d)\.(?=\s*[/*)+-])", re.ASCII)  # of 1./3, which math-verify does not read
 _NUMBER_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\S)")
-_ARGUMENTS = re.compile(r"\\[a-zA-Z]+\s*(?:\[[^\[\]]*\]\s*)?(?:\{[^{}]*\}\s*)+|[\^_]\s*\{[^{}]*\}")
-_BRACKETED = r"[({] *\d[\d.]* *[)}]"
-_NEIGHBOURS = re.compile(
-    rf"(?:(?<![\w^.])\d[\d.]*|{_BRACKETED})(?:(?:\s|\\%)+(?=\d)|(?:\s|\\%)*(?={_BRACKETED})|(?<=[)}}])(?=\d))", re.ASCII
-)
 _WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _MULTIPLIER = re.compile(r"\\text\{ *(?:k|bn|mn) *\}$")
 _ALTERNATIVE = re.compile(r"\b(?:and|or|nor|not)\b", re.IGNORECASE)
@@ -201,8 +196,6 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
     - a box within the answer, a phantom, or braces that do not match: only a part would be read;
     - `18 \approx 20`: the parser reads the left side. Allowed where the gold answer is approximate itself;
     - `1011_3`: the parser ignores the base of a number. Allowed where the gold answer has the same;
-    - `10 8`, `10(8)`: the parser adds neighbouring numbers, as in `1\frac{1}{2}`. Allowed where the gold answer has
-      some;
     - `18 \text{ or twenty}`, `\text{not } 18`: the text would be a unit. `1 \text{ or } 2` is a list of two;
     - `18 \text{ million}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Allowed where the gold
       answer has the same words;
@@ -214,8 +207,6 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
         return True
     bases = [{base.strip("{} ") for base in _NUMBER_BASE.findall(text)} for text in (gold, answer)]
     if bases[1] and bases[0] != bases[1]:
-        return True
-    if _has_neighbours(answer) and not _has_neighbours(gold):
         return True
     if _is_anagram(gold, answer):
         return True
@@ -251,9 +242,3 @@ def _letters(text: str) -> list[str] | None:
     is_list = len(items) > 1 and all(_ITEM.fullmatch(item) for item in items)
     return sorted(item.strip("()").lower() for item in items) if is_list else None
 
-
-def _has_neighbours(text: str) -> bool:
-    text, inner = text.replace(r"^{\circ}", " "), ""
-    while text != inner:
-        text, inner = _ARGUMENTS.sub("#", text), text
-    return _NEIGHBOURS.search(text) is not None
