@@ -7,25 +7,23 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 
-from troll.recipes import accelerate
+from troll.recipes.accelerate import CONFIGURATIONS
 
 BACK_ENDS = {"ddp": DistributedType.MULTI_GPU, "fsdp2": DistributedType.FSDP, "zero3": DistributedType.DEEPSPEED}
 
 
 def test_there_is_one_for_each_back_end() -> None:
-    assert accelerate.names() == sorted(BACK_ENDS)
-    with pytest.raises(ValueError, match="no configuration 'zero4' of accelerate; there are ddp, fsdp2, zero3"):
-        accelerate.find("zero4")
+    assert list(CONFIGURATIONS) == sorted(BACK_ENDS)
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name: str) -> None:
-    config = load_config_from_file(str(accelerate.find(name)))
+    config = load_config_from_file(str(CONFIGURATIONS[name]))
     assert isinstance(config, ClusterConfig)
     assert (config.distributed_type, config.mixed_precision) == (BACK_ENDS[name], "bf16")
     parser = launch_command_parser()
     several = ["--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
-    given = parser.parse_args(["--config_file", str(accelerate.find(name)), *several, "script.py"])
+    given = parser.parse_args(["--config_file", str(CONFIGURATIONS[name]), *several, "script.py"])
     known = set(vars(given))
     arguments, defaults, _ = _validate_launch_command(given)
     own = {f"fsdp_{key.removeprefix('fsdp_')}" for key in defaults.fsdp_config} | set(defaults.deepspeed_config)
@@ -44,4 +42,4 @@ def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name:
 def test_the_path_of_a_configuration_is_printed(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["accelerate", "zero3"])
     runpy.run_module("troll.recipes.accelerate")
-    assert capsys.readouterr().out.splitlines() == [str(accelerate.find("zero3"))]
+    assert capsys.readouterr().out.splitlines() == [str(CONFIGURATIONS["zero3"])]

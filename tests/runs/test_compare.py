@@ -53,7 +53,7 @@ def train(arguments):
             time.sleep(60)
     (folder / "summary.json").write_text(json.dumps(
         {"status": status, "recipe": "quickstart", "surrogate": "clip" if "clip" in folder.name else "troll",
-         "success_after": float(how.partition("=")[2] or 0.5), "seed": int(seed), "eval_size": 8}))
+         "success_after": float(how.partition("=")[2] or 0.5), "seed": int(seed), "eval_questions": 8}))
     return 0 if status == "finished" else 130
 
 runpy.run_path(sys.argv[1])["serve"](train)

@@ -29,7 +29,7 @@ def write_run(folder: Path, surrogate: str, seed: int, success: float | None, **
         "success_before": 0.3,
         "success_after": success,
         "steps": 16,
-        "eval_size": 64,
+        "eval_questions": 64,
         "entropy_after": 0.25,
         "seconds": 100 + seed,
         "training_seconds": 80,

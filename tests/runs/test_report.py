@@ -42,6 +42,7 @@ def summary_of(count, **changes):
         "success_before": 0.412,
         "success_after": 0.830,
         "eval_size": 512,
+        "eval_questions": 512,
         "seed": 0,
         "versions": {"python": "3.11.9", "torch": "2.13.0"},
         "machine": "Linux x86_64, 2 cores",
@@ -268,7 +269,7 @@ def test_any_summary_field_may_be_missing_or_odd(tmp_path, key, value):
     summary = summary_of(20, **{key: value})
     if value is None:
         del summary[key]
-    read_by_the_curves = key in ("kl_bound", "steps", "success_before", "success_after", "eval_size")
+    read_by_the_curves = key in ("kl_bound", "steps", "success_before", "success_after", "eval_questions")
     rows = [{"step": 1, "reward": 0.5}] if read_by_the_curves else None
     page = Page(write_report(write_run(tmp_path / "run", rows, summary)))
     assert (page.card("reward") is not None) == read_by_the_curves

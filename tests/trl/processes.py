@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from troll.recipes import accelerate
+from troll.recipes.accelerate import CONFIGURATIONS
 
 ROOT = Path(__file__).parents[2]
 
-#: By what tests call them.
-CONFIGURATIONS = {"ddp": "ddp", "fsdp": "fsdp2", "zero3": "zero3"}
+#: Those that tests call by another name.
+NAMES = {"fsdp": "fsdp2"}
 
 #: The CPU has no bf16 that would be worth comparing with; `no` is a float32.
 ON_CPU = ["--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -34,7 +34,7 @@ def environment(mode: str) -> dict[str, str]:
 
 def command(mode: str, *options: str) -> list[str]:
     """`accelerate launch` of two processes; what is to be launched follows."""
-    configuration = ["--config_file", str(accelerate.find(CONFIGURATIONS[mode]))]
+    configuration = ["--config_file", str(CONFIGURATIONS[NAMES.get(mode, mode)])]
     return [sys.executable, "-m", "accelerate.commands.launch", *configuration, *ON_CPU, *options]
 
 

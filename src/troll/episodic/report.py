@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 from troll.files import read_json, write_atomically
 from troll.runs.page_frame import duration, figure_card, percent, render
 from troll.runs.plot import COLOURS, LIGHT, Scale, drawing, set_scale
-from troll.runs.recorded import read_metrics
+from troll.runs.recorded import Rows, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 #: The files of a run's folder.
 CONFIG, METRICS, SUMMARY, PATHS = "config.yaml", "metrics.jsonl", "summary.json", "paths.json"
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

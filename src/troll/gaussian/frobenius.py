@@ -55,19 +55,9 @@ def _diagonal_distance(new: Tensor, old: Tensor) -> tuple[Tensor]:
     return (((new - old) * (new + old)).square().sum(-1),)
 
 
-def _full_onto_ball(new: Tensor, old: Tensor, bound: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
-    return _FullOntoBall.apply(new, old, bound, distance)
-
-
 def _diagonal_onto_ball(new: Tensor, old: Tensor, bound: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     variance, tau = along_line(new.square(), old.square(), *_diagonal_distance(new, old), bound)
     return variance.sqrt(), tau
-
-
-GEOMETRIES: dict[type, Geometry] = {
-    Gaussian: Geometry(euclidean, _full_distance, _full_onto_ball),
-    DiagonalGaussian: Geometry(euclidean, _diagonal_distance, _diagonal_onto_ball),
-}
 
 
 class _FullOntoBall(torch.autograd.Function):
@@ -95,3 +85,9 @@ class _FullOntoBall(torch.autograd.Function):
         radial = (inner(covariance, difference) / distance)[:, None, None]
         covariance = tau[:, None, None] * (covariance - radial * difference)
         return 2 * (covariance @ new).tril(), None, None, None
+
+
+GEOMETRIES: dict[type, Geometry] = {
+    Gaussian: Geometry(euclidean, _full_distance, _FullOntoBall.apply),
+    DiagonalGaussian: Geometry(euclidean, _diagonal_distance, _diagonal_onto_ball),
+}

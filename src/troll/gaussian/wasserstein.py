@@ -59,18 +59,8 @@ def _diagonal_distance(new: Tensor, old: Tensor) -> tuple[Tensor]:
     return ((new - old).square().sum(-1),)
 
 
-def _full_onto_ball(new: Tensor, old: Tensor, bound: Tensor, *measured: Tensor) -> tuple[Tensor, Tensor]:
-    return _FullOntoBall.apply(new, old, bound, *measured)
-
-
 def _diagonal_onto_ball(new: Tensor, old: Tensor, bound: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     return along_line(new, old, *_diagonal_distance(new, old), bound)
-
-
-GEOMETRIES: dict[type, Geometry] = {
-    Gaussian: Geometry(euclidean, _full_distance, _full_onto_ball),
-    DiagonalGaussian: Geometry(euclidean, _diagonal_distance, _diagonal_onto_ball),
-}
 
 
 class _FullOntoBall(torch.autograd.Function):
@@ -108,3 +98,9 @@ class _FullOntoBall(torch.autograd.Function):
         skew = 0.5 * (vectors.mT @ (skew - skew.mT) @ vectors) / (values.unsqueeze(-1) + values.unsqueeze(-2))
         turning = old @ (vectors @ skew @ vectors.mT)
         return ((aligned - 2 * turning) @ rotation.mT).tril(), *(None,) * 6
+
+
+GEOMETRIES: dict[type, Geometry] = {
+    Gaussian: Geometry(euclidean, _full_distance, _FullOntoBall.apply),
+    DiagonalGaussian: Geometry(euclidean, _diagonal_distance, _diagonal_onto_ball),
+}

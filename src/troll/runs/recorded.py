@@ -164,16 +164,10 @@ def number(value: object, within: Range = (-math.inf, math.inf)) -> float | None
     return float(value) if within[0] <= value <= within[1] else None
 
 
-def eval_size(summary: Mapping[str, Any]) -> int | None:
-    """The number of held-out problems, if the summary has it."""
-    size = number(summary.get("eval_size"), (1, math.inf))
-    return None if size is None else int(size)
-
-
 def eval_questions(summary: Mapping[str, Any]) -> int | None:
     """The number of different held-out problems: a problem that was drawn twice gives no second independent answer."""
     different = number(summary.get("eval_questions"), (1, math.inf))
-    return eval_size(summary) if different is None else int(different)
+    return None if different is None else int(different)
 
 
 def metric_points(rows: Rows, key: str) -> Points:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from troll.recipes import accelerate
+from troll.recipes.accelerate import CONFIGURATIONS
 
 parser = argparse.ArgumentParser(
     prog="python -m troll.recipes.accelerate", description="Print the path of a configuration of accelerate launch."
 )
-parser.add_argument("name", metavar="NAME", choices=accelerate.names(), help=", ".join(accelerate.names()))
-print(accelerate.find(parser.parse_args().name))
+parser.add_argument("name", metavar="NAME", choices=CONFIGURATIONS, help=", ".join(CONFIGURATIONS))
+print(CONFIGURATIONS[parser.parse_args().name])

@@ -241,4 +241,3 @@ def _letters(text: str) -> list[str] | None:
     items = _BETWEEN_ITEMS.split(text.removeprefix(r"\{").removesuffix(r"\}").strip())
     is_list = len(items) > 1 and all(_ITEM.fullmatch(item) for item in items)
     return sorted(item.strip("()").lower() for item in items) if is_list else None
-
