@@ -340,7 +340,7 @@ WRONG = {
     r"\sigma": (r"\Sigma",), "10": ("10*", "10/"), r"\frac78": (r"\frac78 \cdot",), "10 m": ("10",),
 }  # fmt: skip
 
-#: A sum, a product, an integral, a limit or a derivative that is left to do, by the number that it is.
+#: A sum, a product, an integral, a limit or a derivative that is left to do, by its value.
 LEFT_TO_DO = {
     "5050": (
         r"\sum_{n=1}^{100} n", r"\displaystyle\sum_{k=1}^{100} k", r"\left(\sum_{n=1}^{100} n\right)",
@@ -372,4 +372,56 @@ LEFT_TO_DO = {
     "1, 2": (r"\sum_{i=1}^{1} i, 2",), r"\{1, 2\}": (r"\{\int_0^1 2x dx, 2\}",),
     "x=1, x=2": (r"x=1, x=\int_0^2 x dx",), "(1, 2)": (r"(\int_0^1 2x dx, 2)",),
     "[0, 55]": (r"[0, \sum_{i=1}^{10} i]",),
+    r"\frac{n(n+1)}{2}": (r"\sum_{k=1}^{n} k",),
+    "2^{n+1}-1": (r"\sum_{k=0}^n 2^k",),
+    "t^2": (r"\int_0^t 2x dx",),
+    r"\frac{x^3}3": (r"\int_0^x t^2 dt",),
+    "2x": (r"\lim_{h\to0}\frac{(x+h)^2-x^2}{h}",),
+    "f(x)=x^2": (r"f(x)=\int_0^x 2t dt",),
 }  # fmt: skip
+
+#: Conditions that are left to solve.
+UNSOLVED = {
+    r"(-\infty,1)\cup(2,\infty)": (
+        "x^2-3x+2>0",
+        r"\{x \mid x^2-3x+2>0\}",
+        "(x-1)(x-2)>0",
+    ),
+    "[1,2]": (r"x^2-3x+2 \le 0",),
+    "[-3,3]": (r"x^2 \le 9",),
+    "[0,4]": (r"\sqrt x \le 2",),
+    r"(-\infty,-1)\cup(3,\infty)": (r"\frac{x-3}{x+1}>0",),
+    r"(2,\infty)": ("2x-1>3",),
+    "x > 2": ("2x-1>3",),
+    r"x<\frac52": ("2x+1<6",),
+    "-1<x<3": ("x^2-2x-3<0",),
+    r"x\le-1\text{ or }x\ge3": (r"x^2-2x-3\ge0",),
+    r"(-\infty,\infty)": (r"x^2 \ge 0",),
+    r"\mathbb{R}": (r"x^2 \ge 0",),
+    "(-2,8)": (r"\{x : |x-3|<5\}",),
+    r"\{1,2\}": (r"\{x \mid x^2-3x+2=0\}",),
+    "1,2": (r"\{x : x^2-3x+2=0\}",),
+    r"\{2\}": (r"\{x \mid 2^x=4\}",),
+}
+
+#: Lists, percentages and texts with more in them than was compared.
+MORE = {
+    r"\frac12": (r"\frac13 = 50\%",),
+    r"50\%": (
+        r"x = 17 = 50\%",
+        "x = 17 = 50",
+    ),
+    "0.5": (r"0.7 = 50\%",),
+    "51": (r"1+50\%",),
+    "-49": (r"100\%-50\%",),
+    "x=1, y=2": ("2, 1",),
+    "a=1, b=2": ("2, 1",),
+    "(3,4)": ("x=1=3,y=4",),
+    r"1+\sqrt2": (r"1:1+\sqrt2",),
+    r"(\pm1,\pm2)": ("(-1,1,-2,2)",),
+    "18": (
+        "18 ≃ 20",
+        r"18\text{ + x}",
+    ),
+    "5": (r"5\text{*n}",),
+}

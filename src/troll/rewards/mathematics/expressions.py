@@ -10,18 +10,17 @@ from random import Random
 from typing import Any, NamedTuple
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from latex2sympy2_extended.symbols import GREEK_LETTER_MAP
 from math_verify import verify
 from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
 from mpmath import mag, mpmathify
 from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
 from sympy.parsing import sympy_parser
 
-_CONVERSION = ConversionConfig(lowercase_symbols=False)
+from troll.rewards.mathematics.parser import parse
+
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
-_MIXED_NUMBER = re.compile(r"\d+ \\frac\{(\d+)\}\{(\d+)\}", re.ASCII)
-_NEIGHBOURS = re.compile(r".*(?:[\d.%]|\\circ\}) [\d.].*", re.ASCII)
 _SPACE = re.compile(r"(?<![\d.]) | (?![\d.])", re.ASCII)  # not in `10 18`
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _BUILDER = re.compile(
@@ -38,6 +37,7 @@ _BOTH = re.compile(rf"[,;]? *(?:{_AND}|\\cap(?![a-z]))")
 _COMMA = re.compile(rf"[,;] *(?:{_AND}|{_OR})?")
 _BETWEEN_ITEMS = re.compile(rf"{_COMMA.pattern}|{_AND}|{_OR}")
 _COLON = re.compile(":")
+_TERM = re.compile(r"(?<=.)[-+]|\\%")
 _BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
 
 # Operators that an answer leaves unevaluated.
@@ -61,6 +61,7 @@ class _Item(NamedTuple):
     text: str = ""
     is_percentage: bool = False
     variable: str | None = None  # of inequalities
+    is_solved: bool = True  # inequalities whose variable stands alone
     may_be_a_point: bool = False  # where it is an open interval
 
 
@@ -69,6 +70,7 @@ class _Answer(NamedTuple):
 
     items: list[_Item]
     is_set: bool = False  # written in braces
+    is_solved: bool = True  # unless it is an inequality, or a condition in braces, that would have to be solved
 
 
 def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
@@ -82,6 +84,8 @@ def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
     if _SPACE.sub("", gold) == _SPACE.sub("", answer):
         return True
     expected, given = _read(gold), _read(answer)
+    if expected.is_solved and not given.is_solved:
+        return False
     return not _restates(expected, given) and _Comparison(expected, given, positive_symbols).is_same(expected, given)
 
 
@@ -108,13 +112,13 @@ def _read(text: str) -> _Answer:
         condition = _conditions(builder[2])
         if condition is not None and condition.variable == builder[1]:
             if isinstance(condition.value, sympy.FiniteSet):
-                return _Answer([_Item(value) for value in condition.value.args], is_set=True)
-            return _Answer([condition._replace(variable=None)])
+                return _Answer([_Item(value) for value in condition.value.args], True, condition.is_solved)
+            return _Answer([condition._replace(variable=None)], is_solved=condition.is_solved)
     text = _MEMBER.sub("", text) if _MEMBER.match(text) else text
     if _INEQUALITY.search(text):
         condition = _conditions(text)
         if condition is not None:
-            return _Answer([condition])
+            return _Answer([condition], is_solved=condition.is_solved)
     braces = _BRACES.fullmatch(text)
     parts = [side for part in _split(braces[1] if braces else text, _BETWEEN_ITEMS) for side in _signs(part)]
     return _Answer([_item(part) for part in parts], is_set=braces is not None)
@@ -133,47 +137,22 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _signs(text: str) -> list[str]:
-    if text.count(r"\pm") != 1:
+    if r"\pm" not in text:
         return [text]
+    if text.count(r"\pm") > 1:
+        raise ValueError(f"{text!r} has several signs that may belong together or not")
     return [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")]
 
 
 def _item(text: str) -> _Item:
     ratio = _split(text, _COLON)
-    if len(ratio) > 2:  # which the parser takes for divisions
-        first, *others = map(_parse, ratio)
-        return _Item(sympy.Tuple(1, *(other / first for other in others)), text)
-    is_percentage = text.endswith(r"\%")
-    return _Item(_parse(text.removesuffix(r"\%")), text, is_percentage, may_be_a_point=True)
-
-
-class _Parser(_Latex2Sympy):
-    r"""math-verify's parser, which would add all neighbouring numbers, as in `1\frac{1}{2}`: `3(5)` would be 8."""
-
-    def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
-        left, right = ("".join(part.getText() for part in parts) for parts in (arr[i : i + 1], arr[i + 1 :]))
-        mixed = _MIXED_NUMBER.fullmatch(f"{left} {right}")
-        if not right or (mixed and int(mixed[1]) < int(mixed[2])):
-            return super().convert_postfix_list(arr, i)
-        if _NEIGHBOURS.fullmatch(f"{left} {right}"):
-            raise ValueError(f"{left} and {right} are two numbers")
-        value = self.convert_postfix(arr[i])
-        if isinstance(value, list):  # the operator of a derivative
-            return super().convert_postfix_list(arr, i)
-        factors = value, self.convert_postfix_list(arr, i + 1)
-        return (self.mat_mul_flat if any(factor.is_Matrix for factor in factors) else self.mul_flat)(*factors)
-
-    def convert_binom(self, binom: Any) -> Any:
-        return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
-
-
-def _parse(text: str) -> Any:
-    try:
-        return _Parser(is_real=True, config=_CONVERSION).parse(text)
-    except Exception:
-        if text.count("=") < 2:
-            raise
-        return _parse(text.rpartition("=")[2])
+    if len(ratio) > 1:  # which the parser takes for divisions
+        first, *others = map(parse, ratio)
+        value = sympy.Tuple(1, *(other / first for other in others)) if len(others) > 1 else first / others[0]
+        return _Item(value, text)
+    number = text.removesuffix(r"\%")
+    is_percentage = number != text and len(_split(number.rpartition("=")[2].strip(), _TERM)) == 1
+    return _Item(parse(number if is_percentage else text), text, is_percentage, may_be_a_point=True)
 
 
 def _conditions(text: str) -> _Item | None:
@@ -188,26 +167,34 @@ def _conditions(text: str) -> _Item | None:
                 return None
             if combine is None:  # a condition that no number fulfils is never meant
                 combine = sympy.Intersection if sympy.Intersection(*sets) is not sympy.S.EmptySet else sympy.Union
-            return _Item(combine(*sets), text, variable=variables.pop())
+            is_solved = all(condition.is_solved for condition in conditions if condition)
+            return _Item(combine(*sets), text, variable=variables.pop(), is_solved=is_solved)
     try:
-        relation = _parse(text)
+        relation = parse(text)
         if not is_relation(relation) or len(relation.free_symbols) != 1:
             return None
         # x \in [0, 1] is read as an equation.
         solutions = relation.rhs if is_equation(relation) and isinstance(relation.rhs, sympy.Set) else relation.as_set()
     except Exception:
         return None
-    return _Item(solutions, text, variable=next(iter(relation.free_symbols)).name)
+    is_solved = all(map(_is_solved, relation.atoms(Relational)))
+    return _Item(solutions, text, variable=next(iter(relation.free_symbols)).name, is_solved=is_solved)
+
+
+def _is_solved(relation: Relational) -> bool:
+    """Whether one side is a symbol or its absolute value, and the other one has no symbol."""
+    names, values = sorted(relation.args, key=lambda side: not side.free_symbols)
+    name = names.args[0] if isinstance(names, sympy.Abs) else names
+    return name.is_Symbol and not values.free_symbols
 
 
 def _restates(gold: _Answer, answer: _Answer) -> bool:
-    r"""Whether an answer has an unevaluated sum, integral or the like, where the gold answer is one or several numbers.
+    r"""Whether an answer has an unevaluated sum, integral or the like that the gold answer lacks.
 
     An example is `\sum_{n=1}^{100} n` for 5050, which may only repeat the question.
     """
-    expected, given = ([_unwrapped(item.value) for item in side.items] for side in (gold, answer))
-    kinds = [kind for kind in _UNEVALUATED if not any(value.has(kind) for value in expected)]
-    return not any(value.free_symbols for value in expected) and any(value.has(*kinds) for value in given)
+    kinds = [kind for kind in _UNEVALUATED if not any(item.value.has(kind) for item in gold.items)]
+    return any(_unwrapped(item.value).has(*kinds) for item in answer.items)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -250,6 +237,10 @@ class _Comparison:
             sides = [_coordinates(side.items[0]) if len(side.items) == 1 else _by_name(side) for side in (gold, answer)]
             in_order = not answer.is_set and sides[0] and len(sides[0]) == len(sides[1])
             return bool(in_order) and all(map(self._is_same_item, *sides))
+        names = [_names(side) for side in (gold, answer)]
+        if not all(names) and any(len(set(each)) > 1 for each in names):  # `x = 1, y = 2` and `1, 2`
+            sides = [_by_name(side) for side in (gold, answer)]
+            return not answer.is_set and len(sides[0]) == len(sides[1]) and all(map(self._is_same_item, *sides))
         left = list(answer.items)
         for expected in gold.items if len(gold.items) == len(left) else ():
             found = next((given for given in left if self._is_same_item(expected, given)), None)
@@ -268,6 +259,9 @@ class _Comparison:
         if not gold.is_percentage and not answer.is_percentage:
             return self._is_same(gold.value, answer.value)
         expected, given = _unwrapped(gold.value), _unwrapped(answer.value)
+        chain = _numbers(answer.value)
+        if not all(self._is_same(given, number) or self._is_same(given / 100, number) for number in chain):
+            return False
         if gold.is_percentage:
             return self._is_same(expected, given) or (not answer.is_percentage and self._is_same(expected / 100, given))
         # 0.5 % may be the number 0.5, but not 1/2: of numbers below one, only decimals may be without the sign.
@@ -334,11 +328,9 @@ class _Comparison:
     def _contradicts(self, gold: Any, answer: Any) -> bool:
         """Whether an answer such as `17 = 18` or `x = 17 = 18` names a second number: the last side is compared."""
         value = _unwrapped(gold) if is_assignment_relation(gold) else gold
-        relations = getattr(answer, "_unsorted_args", None) or [answer]
-        if len(relations) == 1 and is_equation(gold) and value.free_symbols:
+        if isinstance(answer, sympy.Eq) and is_equation(gold) and value.free_symbols:
             return False  # `2x - y = -1` is the line `y = 2x + 1`
-        numbers = [side for relation in relations for side in relation.args if _is_number(side)]
-        return not is_equation(value) and any(not self._is_same(value, number) for number in numbers)
+        return not is_equation(value) and any(not self._is_same(value, number) for number in _numbers(answer))
 
     def _is_same_exactly(self, gold: sympy.Expr, answer: sympy.Expr) -> bool | None:
         """Compares numbers by their digits, and expressions by their values at random points.
@@ -411,16 +403,26 @@ def _parts(value: Any) -> tuple[object, list[Any]] | None:
 
 def _by_name(side: _Answer) -> list[_Item]:
     """The items of a list; of `y = 2, x = 1`, those of a pair, and of `m = 2, b = 1` those of another, (2, 1)."""
-    if not all(is_assignment_relation(item.value) for item in side.items):
+    names = _names(side)
+    if not names:
         return side.items
+    items = [item._replace(value=_unwrapped(item.value)) for item in side.items]
+    by_name = {"x", "y", "z"}.issuperset(names)
+    return [items[at] for at in sorted(range(len(items)), key=names.__getitem__)] if by_name else items
 
-    def name(item: _Item) -> str:
-        return str(take_first_relation(item.value).lhs)
 
-    items = side.items
-    if {"x", "y", "z"}.issuperset(map(name, items)):
-        items = sorted(items, key=name)
-    return [item._replace(value=_unwrapped(item.value)) for item in items]
+def _names(side: _Answer) -> list[str]:
+    """The names in a list of `x = 1, y = 2`; none if there is another item."""
+    values = [item.value for item in side.items]
+    if not all(isinstance(value, sympy.Eq) and is_assignment_relation(value) for value in values):
+        return []
+    return [str(take_first_relation(value).lhs) for value in values]
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers among the sides of an equation, or of several in a row; of other values none."""
+    relations = getattr(value, "_unsorted_args", None) or [value]
+    return [side for relation in relations for side in relation.args if _is_number(side)] if is_equation(value) else []
 
 
 def _united(side: _Answer) -> _Answer:

@@ -40,7 +40,6 @@ _PATTERNS = [
         (r"\\(hat|bar|d?dot|tilde|vec|overline)(?![A-Za-z]) *(\\[A-Za-z]+|\w)", r"\\\1{\2}"),
         (r"\\(begin|end)\{(?:smallmatrix|array)\}(?:(?<=begin\{array\})\{[^{}]*\})?", r"\\\1{matrix}"),
         (r"\{ *([,:]) *\}", r"\1"),
-        (r"(?<![A-Za-z\\])d *(?=\\(?:cdot|times|div)(?![a-z]))", "(d) "),  # which the parser takes for a differential
     )
 ]
 _LOOKS = {
@@ -54,7 +53,8 @@ _NAMES = {
     **dict.fromkeys(("geq", "geqslant", "geqq"), r"\ge"), "ne": r"\neq", "lt": "<", "gt": ">", "lbrace": r"\{",
     "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "langle": "(", "rangle": ")", "ast": r"\cdot",
     **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
-    "degree": r"^{\circ}", "varnothing": r"\emptyset", "vee": r"\lor", "wedge": r"\land", "tg": r"\tan", "imath": "i",
+    "degree": r"^{\circ}", "varnothing": r"\emptyset", "vee": r"\lor", "wedge": r"\land", "tg": r"\tan",
+    "cosec": r"\csc", "imath": "i",
     **{f"var{name}": rf"\{name}" for name in ("epsilon", "phi", "theta", "rho", "sigma")}, "lg": r"\log_{10}",
     # To math-verify's parser both are Euler's constant.
     "gamma": r"\mathcal{gamma}", "Gamma": r"\mathcal{Gamma}",
@@ -77,6 +77,8 @@ _NAME = re.compile(
     r"|(?P<sign>\*\*|[<>!=]=|%)|(?:(?P<module>np|numpy|math|sympy)\.)?(?P<word>[A-Za-z]+(?:(?<=log)(?:10|2)(?=\())?)"
 )
 _TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt|abs|floor|ceil)(?![A-Za-z])(\*?)|([\^_])")
+# A letter that the parser would take for a differential.
+_D = re.compile(r"\\[A-Za-z]+|(?<!an)d *(?=\\(?:cdot|times|div|sqrt|frac|sin|cos|tan|ln|log|pi)(?![A-Za-z]))")
 _INSIDE = r"[^{}]*"
 for _ in range(4):
     _INSIDE = rf"(?:[^{{}}]|\{{{_INSIDE}\}})*"
@@ -106,6 +108,7 @@ def canonical(text: str) -> str:
     if r"\over" in text or r"\choose" in text:
         infix = {"over": "frac", "choose": "binom"}
         text = _INFIX.sub(lambda found: rf"{{\{infix[found[2]]}{{{found[1]}}}{{{found[3]}}}}}", f"{{{text}}}")[1:-1]
+    text = _D.sub(lambda found: found[0] if found[0].startswith("\\") else "(d) ", text)
     text = _NAME.sub(_renamed, text).strip()
     partners = partners_of(text)
     if partners is not None:
@@ -149,7 +152,8 @@ def _renamed(found: re.Match[str]) -> str:
         return word
     if word in _FUNCTIONS:
         return r"\ln" if found["module"] and word == "log" else _FUNCTIONS[word]
-    # The parser takes I for the imaginary unit, and knows no index of e.
+    # The parser takes I for the imaginary unit and tr for a trace, and knows no index of e.
+    word = word.replace("tr", "t r") if len(word) <= 4 else word
     if rest == "_" and word[-1] in "eE":
         word = rf"{word[:-1]}\mathcal{{{word[-1]}}}"
     return word.replace("I", r"\mathcal{I}") if len(word) <= 2 and rest != "(" else word

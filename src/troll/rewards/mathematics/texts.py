@@ -16,12 +16,13 @@ _NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", re.ASCII)
 _THOUSANDS = re.compile(r"(?:(?<![\w,.(\[{^])|(?<=frac\{)|(?<=\}\{))[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", re.ASCII)
 _MIXED_NUMBER = re.compile(r"(?<![\d.,])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", re.ASCII)
-_APPROXIMATELY = re.compile(r"\\approx|≈|\\simeq|\\sim\b")
+_APPROXIMATELY = re.compile(r"[≈≃≅≊≋]|\\(?:approx|simeq|cong|sim)\b")
 _STOP_IN_TEXT = re.compile(r"(?<=[\w)])\.(?=\}$)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z]).*")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?) *\^\{\\circ\}", re.ASCII)
 _FRACTION_OF = re.compile(
-    r"(?<![\w.)}\]^/])(\d+) */ *(\d+)(?= *(?:[A-Za-z]|\\(?:pi|sqrt|[a-z]?theta|alpha|beta|mathcal)))"
+    r"(?<![\w.)}\]^/])(\d+) */ *(\d+)"
+    r"(?= *(?:[A-Za-z(|]|\\(?:pi|sqrt|[a-z]?theta|alpha|beta|mathcal|sin|cos|tan|ln|log)))"
 )
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d}]) *(?:\\%|percent\b|pct\b|\\text\{ *(?:percent|pct) *\})")
@@ -44,7 +45,7 @@ _KNOWN_WORD = re.compile(
 # No text may match in two ways: repeated, that would take exponential time. So `{-` is named only where `-` is not.
 _EXACT = r"\\(?:frac|sqrt|pi|cdot|times|binom)(?![A-Za-z])|\^\{-?\d+\}|[\d.,{}/*!\[\] ]"
 _PURE = rf"[+-]?(?:{_EXACT}|\{{-|\((?:{_EXACT}|[-+])*\))*(?<=[\d.)}}!\]i])(?:\\%)?"
-_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?]|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
+_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?+*]|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
 _UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥₹¢])"
 _QUANTITY = re.compile(
     rf"((?:[^=<>]*=)? *{_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
