@@ -7,39 +7,21 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 from latex2sympy2_extended.symbols import GREEK_LETTER_MAP
 from math_verify import verify
-from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
+from math_verify.grader import is_assignment_relation, is_equation, take_first_relation, take_last_relation
 from mpmath import mag, mpmathify
 from sympy.core.function import AppliedUndef
-from sympy.core.relational import Relational
 from sympy.parsing import sympy_parser
 
-from troll.rewards.mathematics.parser import parse
+from troll.rewards.mathematics.reading import Answer, Item, read
 
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
 _SPACE = re.compile(r"(?<![\d.]) | (?![\d.])", re.ASCII)  # not in `10 18`
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
-_BUILDER = re.compile(
-    r"\\\{ *([a-zA-Z]) *(?:\\in *\\mathbb *(?:\{R\}|R) *)?"
-    r"(?:\\(?:mid|colon)(?![a-z])|[:|]|\\text\{ *such that *\})(.*)\\\}"
-)
-_BRACES = re.compile(r"\\\{((?!\s*\\\})(?:[^\\]|\\[^}])*)\\\}")
-_MEMBER = re.compile(r"[A-Za-z] *(?:\\in|=) *(?=\\\{)")
-_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|neq)(?![a-z])")
-_OR = r"\\text\{[ ,]*(?:or|OR)[ ,]*\}|(?<![A-Za-z\\{])or(?![A-Za-z}])|\\lor(?![a-z])"
-_AND = r"\\text\{[ ,]*and[ ,]*\}|(?<![A-Za-z\\{])and(?![A-Za-z}])|\\land(?![a-z])"
-_EITHER = re.compile(rf"[,;]? *(?:{_OR}|\\cup(?![a-z]))")
-_BOTH = re.compile(rf"[,;]? *(?:{_AND}|\\cap(?![a-z]))")
-_COMMA = re.compile(rf"[,;] *(?:{_AND}|{_OR})?")
-_BETWEEN_ITEMS = re.compile(rf"{_COMMA.pattern}|{_AND}|{_OR}")
-_COLON = re.compile(":")
-_TERM = re.compile(r"(?<=.)[-+]|\\%")
-_BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
-
 # Operators that an answer leaves unevaluated.
 _UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 
@@ -54,25 +36,6 @@ _MOST_DIGITS = 20_000
 _PIECEWISE = (sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling)
 
 
-class _Item(NamedTuple):
-    """One value of an answer."""
-
-    value: Any  # the expression; of a percentage without its sign, of inequalities in one variable the solutions
-    text: str = ""
-    is_percentage: bool = False
-    variable: str | None = None  # of inequalities
-    is_solved: bool = True  # inequalities whose variable stands alone
-    may_be_a_point: bool = False  # where it is an open interval
-
-
-class _Answer(NamedTuple):
-    """One of the two answers, as a list; of most answers it has one item."""
-
-    items: list[_Item]
-    is_set: bool = False  # written in braces
-    is_solved: bool = True  # unless it is an inequality, or a condition in braces, that would have to be solved
-
-
 def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
     """Whether two answers are the same.
 
@@ -83,7 +46,7 @@ def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
     """
     if _SPACE.sub("", gold) == _SPACE.sub("", answer):
         return True
-    expected, given = _read(gold), _read(answer)
+    expected, given = read(gold), read(answer)
     if expected.is_solved and not given.is_solved:
         return False
     return not _restates(expected, given) and _Comparison(expected, given, positive_symbols).is_same(expected, given)
@@ -105,90 +68,7 @@ def forbid_code() -> None:
     sympy_parser.parse_expr = checked
 
 
-def _read(text: str) -> _Answer:
-    r"""Reads an answer; of `\{x \mid x > 3\}`, the condition becomes the set."""
-    builder = _BUILDER.fullmatch(text)
-    if builder:
-        condition = _conditions(builder[2])
-        if condition is not None and condition.variable == builder[1]:
-            if isinstance(condition.value, sympy.FiniteSet):
-                return _Answer([_Item(value) for value in condition.value.args], True, condition.is_solved)
-            return _Answer([condition._replace(variable=None)], is_solved=condition.is_solved)
-    text = _MEMBER.sub("", text) if _MEMBER.match(text) else text
-    if _INEQUALITY.search(text):
-        condition = _conditions(text)
-        if condition is not None:
-            return _Answer([condition], is_solved=condition.is_solved)
-    braces = _BRACES.fullmatch(text)
-    parts = [side for part in _split(braces[1] if braces else text, _BETWEEN_ITEMS) for side in _signs(part)]
-    return _Answer([_item(part) for part in parts], is_set=braces is not None)
-
-
-def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts of a text between separators that are in no brackets."""
-    parts, start, depth = [], 0, 0
-    for found in re.finditer(rf"(?P<separator>{separator.pattern})|{_BRACKET.pattern}", text):
-        if found["separator"] is None:
-            depth += 1 if found[0][-1] in "{[(" else -1
-        elif not depth:
-            parts.append(text[start : found.start()])
-            start = found.end()
-    return [part.strip() for part in (*parts, text[start:])]
-
-
-def _signs(text: str) -> list[str]:
-    if r"\pm" not in text:
-        return [text]
-    if text.count(r"\pm") > 1:
-        raise ValueError(f"{text!r} has several signs that may belong together or not")
-    return [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")]
-
-
-def _item(text: str) -> _Item:
-    ratio = _split(text, _COLON)
-    if len(ratio) > 1:  # which the parser takes for divisions
-        first, *others = map(parse, ratio)
-        value = sympy.Tuple(1, *(other / first for other in others)) if len(others) > 1 else first / others[0]
-        return _Item(value, text)
-    number = text.removesuffix(r"\%")
-    is_percentage = number != text and len(_split(number.rpartition("=")[2].strip(), _TERM)) == 1
-    return _Item(parse(number if is_percentage else text), text, is_percentage, may_be_a_point=True)
-
-
-def _conditions(text: str) -> _Item | None:
-    """The real numbers that fulfil conditions; None if these are no relations in one variable."""
-    for connective, combine in ((_EITHER, sympy.Union), (_BOTH, sympy.Intersection), (_COMMA, None)):
-        parts = _split(text, connective)
-        if len(parts) > 1:
-            conditions = [_conditions(part) for part in parts]
-            sets = [condition.value for condition in conditions if condition]
-            variables = {condition.variable for condition in conditions if condition}
-            if len(sets) < len(parts) or len(variables) != 1:
-                return None
-            if combine is None:  # a condition that no number fulfils is never meant
-                combine = sympy.Intersection if sympy.Intersection(*sets) is not sympy.S.EmptySet else sympy.Union
-            is_solved = all(condition.is_solved for condition in conditions if condition)
-            return _Item(combine(*sets), text, variable=variables.pop(), is_solved=is_solved)
-    try:
-        relation = parse(text)
-        if not is_relation(relation) or len(relation.free_symbols) != 1:
-            return None
-        # x \in [0, 1] is read as an equation.
-        solutions = relation.rhs if is_equation(relation) and isinstance(relation.rhs, sympy.Set) else relation.as_set()
-    except Exception:
-        return None
-    is_solved = all(map(_is_solved, relation.atoms(Relational)))
-    return _Item(solutions, text, variable=next(iter(relation.free_symbols)).name, is_solved=is_solved)
-
-
-def _is_solved(relation: Relational) -> bool:
-    """Whether one side is a symbol or its absolute value, and the other one has no symbol."""
-    names, values = sorted(relation.args, key=lambda side: not side.free_symbols)
-    name = names.args[0] if isinstance(names, sympy.Abs) else names
-    return name.is_Symbol and not values.free_symbols
-
-
-def _restates(gold: _Answer, answer: _Answer) -> bool:
+def _restates(gold: Answer, answer: Answer) -> bool:
     r"""Whether an answer has an unevaluated sum, integral or the like that the gold answer lacks.
 
     An example is `\sum_{n=1}^{100} n` for 5050, which may only repeat the question.
@@ -211,7 +91,7 @@ class _Comparison:
         positive: Whether symbols stand for positive numbers.
     """
 
-    def __init__(self, gold: _Answer, answer: _Answer, positive: bool) -> None:
+    def __init__(self, gold: Answer, answer: Answer, positive: bool) -> None:
         names = [{symbol.name for item in side.items for symbol in _symbols(item.value)} for side in (gold, answer)]
         # Either answer may have `N` for `n`, unless one of them has both.
         self._small = {name: name.lower() for side in names for name in side if len(name.split("_")[0]) == 1}
@@ -223,7 +103,7 @@ class _Comparison:
         self._constants |= {"math{I}": sympy.I} if "math{I}" in added else {}
         self._positive = positive
 
-    def is_same(self, gold: _Answer, answer: _Answer) -> bool:
+    def is_same(self, gold: Answer, answer: Answer) -> bool:
         """Compares as sets where the gold answer has braces, in order if one is a pair, else in any order."""
         if len(gold.items) == len(answer.items) == 1 and (gold.is_set or not answer.is_set):
             return self._is_same_item(gold.items[0], answer.items[0])
@@ -249,7 +129,7 @@ class _Comparison:
             left.remove(found)
         return not left
 
-    def _is_same_item(self, gold: _Item, answer: _Item) -> bool:
+    def _is_same_item(self, gold: Item, answer: Item) -> bool:
         if _PLAIN_NUMBER.fullmatch(gold.text) and _PLAIN_NUMBER.fullmatch(answer.text):
             return Fraction(gold.text) == Fraction(answer.text)
         if gold.variable and answer.variable and gold.variable.lower() != answer.variable.lower():
@@ -382,11 +262,11 @@ class _Comparison:
             yield dict(zip(symbols, numbers, strict=True))
 
 
-def _coordinates(item: _Item) -> list[_Item]:
+def _coordinates(item: Item) -> list[Item]:
     """The coordinates of a tuple, or of an open interval that may be a pair; else none."""
     value = _unwrapped(item.value) if item.may_be_a_point else None
     kind, values = _parts(value) or ("", [])
-    return [_Item(each) for each in values] if kind == "tuple" else []
+    return [Item(each) for each in values] if kind == "tuple" else []
 
 
 def _parts(value: Any) -> tuple[object, list[Any]] | None:
@@ -401,7 +281,7 @@ def _parts(value: Any) -> tuple[object, list[Any]] | None:
     return None
 
 
-def _by_name(side: _Answer) -> list[_Item]:
+def _by_name(side: Answer) -> list[Item]:
     """The items of a list; of `y = 2, x = 1`, those of a pair, and of `m = 2, b = 1` those of another, (2, 1)."""
     names = _names(side)
     if not names:
@@ -411,7 +291,7 @@ def _by_name(side: _Answer) -> list[_Item]:
     return [items[at] for at in sorted(range(len(items)), key=names.__getitem__)] if by_name else items
 
 
-def _names(side: _Answer) -> list[str]:
+def _names(side: Answer) -> list[str]:
     """The names in a list of `x = 1, y = 2`; none if there is another item."""
     values = [item.value for item in side.items]
     if not all(isinstance(value, sympy.Eq) and is_assignment_relation(value) for value in values):
@@ -425,11 +305,11 @@ def _numbers(value: Any) -> list[Any]:
     return [side for relation in relations for side in relation.args if _is_number(side)] if is_equation(value) else []
 
 
-def _united(side: _Answer) -> _Answer:
+def _united(side: Answer) -> Answer:
     """A list of intervals as one set."""
     values = [item.value for item in side.items]
     is_set = not side.is_set and all(isinstance(value, sympy.Set) for value in values)
-    return _Answer([side.items[0]._replace(value=sympy.Union(*values))]) if is_set else side
+    return Answer([side.items[0]._replace(value=sympy.Union(*values))]) if is_set else side
 
 
 def _has_pieces(value: sympy.Expr) -> bool:
