@@ -53,6 +53,7 @@ RIGHT = [
     ("2^T", "2^{T}"),
     (r"m+n-\gcd(m,n)", r"n+m-\gcd(m,n)"),
     ("6", r"\gcd(12,18)"),
+    (r"\gcd(m,n)", r"\gcd(n,m)"),
     ("x > 2", "2 < x"),
     (r"(1,\infty)", "x>1"),
     ("-1<x<3", r"x > -1 \text{ and } x < 3"),

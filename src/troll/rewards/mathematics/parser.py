@@ -90,7 +90,7 @@ class _Parser(_Latex2Sympy):
 
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
         if any(argument.free_symbols for argument in args):
-            return sympy.Function(f)(*args)
+            return sympy.Function(f)(*sorted(args, key=sympy.default_sort_key))
         return super().handle_gcd_lcm(f, args)
 
 

@@ -45,7 +45,7 @@ _KNOWN_WORD = re.compile(
 # No text may match in two ways: repeated, that would take exponential time. So `{-` is named only where `-` is not.
 _EXACT = r"\\(?:frac|sqrt|pi|cdot|times|binom)(?![A-Za-z])|\^\{-?\d+\}|[\d.,{}/*!\[\] ]"
 _PURE = rf"[+-]?(?:{_EXACT}|\{{-|\((?:{_EXACT}|[-+])*\))*(?<=[\d.)}}!\]i])(?:\\%)?"
-_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?+*]|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
+_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?+*]|(?<=[A-Za-z])\*(?=[A-Za-z])|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
 _UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥₹¢])"
 _QUANTITY = re.compile(
     rf"((?:[^=<>]*=)? *{_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
