@@ -1,5 +1,14 @@
 """Answers that were graded wrongly by some grader, by their gold answers."""
 
+from troll.rewards.mathematics.comparison import compare
+from troll.rewards.mathematics.pool import Comparison
+
+
+def accepted(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The pairs of a gold answer and an answer that are found equal."""
+    return [pair for pair, found in zip(pairs, compare(pairs), strict=True) if found is Comparison.EQUAL]
+
+
 RIGHT = {
     "72": (
         "72", " 72 ", "72.00", "072", "+72", "$72", r"\$72", "€72", "72.", "7.2e1", r"72^\circ", "72 dollars",

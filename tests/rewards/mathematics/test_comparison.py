@@ -3,7 +3,7 @@ import time
 import pytest
 
 from tests.rewards.mathematics.hostile_answers import HOSTILE
-from tests.rewards.mathematics.kinds import LEFT_TO_DO, MORE, RIGHT, UNSOLVED, WRONG
+from tests.rewards.mathematics.kinds import LEFT_TO_DO, MORE, RIGHT, UNSOLVED, WRONG, accepted
 from troll.rewards.mathematics.comparison import compare
 from troll.rewards.mathematics.pool import Comparison
 from troll.rewards.mathematics.texts import MAX_CHARACTERS
@@ -11,10 +11,6 @@ from troll.rewards.mathematics.texts import MAX_CHARACTERS
 
 def _compare(gold, answer):
     return compare([(gold, answer)])[0]
-
-
-def _accepted(pairs):
-    return [pair for pair, found in zip(pairs, compare(pairs), strict=True) if found is Comparison.EQUAL]
 
 
 def _pairs(table):
@@ -40,14 +36,14 @@ _GRANTED = [
 
 @pytest.mark.parametrize("right", [_pairs(RIGHT), _GRANTED], ids=["right", "granted"])
 def test_compare_accepts_right_answers(right):
-    assert _accepted(right) == right
+    assert accepted(right) == right
 
 
 @pytest.mark.parametrize(
     "table", [WRONG, LEFT_TO_DO, UNSOLVED, MORE], ids=["wrong", "calculations left to do", "unsolved", "more"]
 )
 def test_compare_refuses_wrong_answers(table):
-    assert _accepted(_pairs(table)) == []
+    assert accepted(_pairs(table)) == []
 
 
 def test_a_batch_keeps_its_order_and_asks_once():

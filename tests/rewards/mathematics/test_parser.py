@@ -1,7 +1,6 @@
 """Answers that math-verify's parser would misread."""
 
-from troll.rewards.mathematics.comparison import compare
-from troll.rewards.mathematics.pool import Comparison
+from tests.rewards.mathematics.kinds import accepted
 
 RIGHT = [
     (r"\sin x\cos x", r"\sin x \cdot \cos x"),
@@ -128,13 +127,9 @@ WRONG = [
 ]
 
 
-def _accepted(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [pair for pair, found in zip(pairs, compare(pairs), strict=True) if found is Comparison.EQUAL]
-
-
 def test_right_answers_are_read() -> None:
-    assert _accepted(RIGHT) == RIGHT
+    assert accepted(RIGHT) == RIGHT
 
 
 def test_wrong_answers_are_not_read_as_right_ones() -> None:
-    assert _accepted(WRONG) == []
+    assert accepted(WRONG) == []

@@ -47,8 +47,6 @@ def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
     if _SPACE.sub("", gold) == _SPACE.sub("", answer):
         return True
     expected, given = read(gold), read(answer)
-    if expected.is_solved and not given.is_solved:
-        return False
     return not _restates(expected, given) and _Comparison(expected, given, positive_symbols).is_same(expected, given)
 
 
@@ -69,10 +67,14 @@ def forbid_code() -> None:
 
 
 def _restates(gold: Answer, answer: Answer) -> bool:
-    r"""Whether an answer has an unevaluated sum, integral or the like that the gold answer lacks.
+    r"""Whether an answer may only repeat the question.
 
-    An example is `\sum_{n=1}^{100} n` for 5050, which may only repeat the question.
+    That is a condition which has to be solved, such as `2x - 1 > 3`, or an unevaluated sum, integral or the like, such
+    as `\sum_{n=1}^{100} n` for 5050, where the gold answer has none.
     """
+    is_solved, is_given_solved = (all(item.is_solved for item in side.items) for side in (gold, answer))
+    if is_solved and not is_given_solved:
+        return True
     kinds = [kind for kind in _UNEVALUATED if not any(item.value.has(kind) for item in gold.items)]
     return any(_unwrapped(item.value).has(*kinds) for item in answer.items)
 
@@ -110,17 +112,15 @@ class _Comparison:
         if gold.is_set:
             pairs = [[self._is_same_item(one, other) for other in answer.items] for one in gold.items]
             return all(map(any, pairs)) and all(map(any, zip(*pairs, strict=True)))
-        if len(gold.items) == 1 or len(answer.items) == 1:
-            if any(isinstance(item.value, sympy.Union) for item in gold.items[:1] + answer.items[:1]):
-                gold, answer = (_united(side) for side in (gold, answer))
-                return len(gold.items) == len(answer.items) == 1 and self._is_same_item(gold.items[0], answer.items[0])
+        is_one = len(gold.items) == 1 or len(answer.items) == 1
+        if is_one and any(isinstance(side.items[0].value, sympy.Union) for side in (gold, answer)):
+            gold, answer = (_united(side) for side in (gold, answer))
+            return len(gold.items) == len(answer.items) == 1 and self._is_same_item(gold.items[0], answer.items[0])
+        names = [_names(side) for side in (gold, answer)]
+        if is_one or (not all(names) and any(len(set(each)) > 1 for each in names)):  # `x = 1, y = 2` and `1, 2`
             sides = [_coordinates(side.items[0]) if len(side.items) == 1 else _by_name(side) for side in (gold, answer)]
             in_order = not answer.is_set and sides[0] and len(sides[0]) == len(sides[1])
             return bool(in_order) and all(map(self._is_same_item, *sides))
-        names = [_names(side) for side in (gold, answer)]
-        if not all(names) and any(len(set(each)) > 1 for each in names):  # `x = 1, y = 2` and `1, 2`
-            sides = [_by_name(side) for side in (gold, answer)]
-            return not answer.is_set and len(sides[0]) == len(sides[1]) and all(map(self._is_same_item, *sides))
         left = list(answer.items)
         for expected in gold.items if len(gold.items) == len(left) else ():
             found = next((given for given in left if self._is_same_item(expected, given)), None)

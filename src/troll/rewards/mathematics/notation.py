@@ -86,7 +86,8 @@ _INFIX = re.compile(rf"\{{({_INSIDE})\\(over|choose)(?![A-Za-z])({_INSIDE})\}}")
 # A group that is no argument: at the start, or after an operator.
 _GROUP = re.compile(r"(?:^|(?<=[-+*/=(,<>|&])) *(\{)")
 _WHOLE = re.compile(r"\d*\.?\d+|(?<=_)[a-z]{3,}", re.ASCII)
-_TOKEN = re.compile(r"\\[A-Za-z]+|\\?.", re.DOTALL)
+#: A command, a character, or an escaped one.
+TOKEN = re.compile(r"\\[A-Za-z]+|\\?.", re.DOTALL)
 _DEGREE = re.compile(r" *\[[^\[\]]*\]")
 _NOT_AFTER_SYMBOL = re.compile(r"\\(?:log|lim|sum|prod|int|max|min|sup|inf) *$")
 
@@ -224,7 +225,7 @@ def _argument(text: str, at: int, end: int, partners: dict[int, int], is_whole: 
     if is_whole and text[at : at + 1] in ("+", "-"):
         after = _argument(text, at + 1, end, partners, is_whole)[2]
         return at, after, after
-    found = (is_whole and _WHOLE.match(text, at, end)) or _TOKEN.match(text, at, end)
+    found = (is_whole and _WHOLE.match(text, at, end)) or TOKEN.match(text, at, end)
     after = found.end() if found else at
     command = _TAKES_ARGUMENTS.fullmatch(text, at, after)
     for _ in range(1 + (command[1] in ("frac", "binom")) if command and command[1] else 0):

@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 
-from troll.rewards.mathematics.notation import partners_of
+from troll.rewards.mathematics.notation import TOKEN, partners_of
 
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _MIXED_NUMBER = re.compile(r"\d+ \\frac\{(\d+)\}\{(\d+)\}", re.ASCII)
@@ -25,7 +25,7 @@ _POWER_OF_POWER = re.compile(r"\^(?:\{[^{}]*\}|\w) *\^")
 _DIFFERENTIAL = re.compile(r"d\s*(?:[A-Za-z]|\\[A-Za-z]+)")
 _ANGLES = "sin|cos|tan|cot|sec|csc"
 _FUNCTION = re.compile(
-    rf" *\\(?:(?P<angle>{_ANGLES})|a(?:rc?)?(?:{_ANGLES})|(?:ar(?:c)?)?(?:sin|cos|tan|cot)h|ln|log)(?![A-Za-z])"
+    rf" *\\(?:(?P<angle>{_ANGLES})|a(?:rc?)?(?:{_ANGLES})|(?:arc?)?(?:sin|cos|tan|cot)h|ln|log)(?![A-Za-z])"
     r"(?: *[\^_] *\{(?:[^{}]|\{[^{}]*\})*\})* *"
 )
 _TIMES = re.compile(r" *(?:\\cdot|\\times|\*)(?![A-Za-z])")
@@ -33,7 +33,6 @@ _DIVIDED = re.compile(r" */| *\\div(?![A-Za-z])")
 _PART_OF_PI = re.compile(r"[\d. ]*\\pi *", re.ASCII)
 # What ends the argument of a function, besides a product, a quotient, another function, and a closed bracket.
 _END = re.compile(r" *(?:[-+=<>,;:&|]|\\(?:pm|mp|le|ge|neq|approx|in|to|cup|cap|lor|land|text|%|\\)(?![A-Za-z]))")
-_TOKEN = re.compile(r"\\[A-Za-z]+|\\?.", re.DOTALL)
 
 
 def parse(text: str) -> Any:
@@ -55,14 +54,14 @@ def parse(text: str) -> Any:
 
 class _Parser(_Latex2Sympy):
     def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
-        left, right = ("".join(part.getText() for part in parts) for parts in (arr[i : i + 1], arr[i + 1 :]))
-        mixed = _MIXED_NUMBER.fullmatch(" ".join(part.getText() for part in arr[i : i + 2]))
-        if not right:
+        if i + 1 == len(arr):
             return super().convert_postfix_list(arr, i)
+        pair = f"{arr[i].getText()} {arr[i + 1].getText()}"
+        mixed = _MIXED_NUMBER.fullmatch(pair)
         if mixed and int(mixed[1]) < int(mixed[2]):
             value, i = super().convert_postfix_list(arr[i : i + 2]), i + 1
-        elif _NEIGHBOURS.fullmatch(f"{left} {right}"):
-            raise ValueError(f"{left} and {right} are two numbers")
+        elif _NEIGHBOURS.fullmatch(pair):
+            raise ValueError(f"{pair} are two numbers")
         else:
             value = self.convert_postfix(arr[i])
             if isinstance(value, list):  # the operator of a derivative
@@ -148,6 +147,6 @@ def _argument(text: str, start: int, partners: dict[int, int], is_angle: bool) -
         elif at in partners:
             at = partners[at] + 1
         else:
-            token = _TOKEN.match(text, at)
+            token = TOKEN.match(text, at)
             at = token.end() if token else at + 1
     return at, False

@@ -34,7 +34,7 @@ class Item(NamedTuple):
     text: str = ""
     is_percentage: bool = False
     variable: str | None = None  # of inequalities
-    is_solved: bool = True  # inequalities whose variable stands alone
+    is_solved: bool = True  # unless it is a condition whose variable does not stand alone
     may_be_a_point: bool = False  # where it is an open interval
 
 
@@ -43,7 +43,6 @@ class Answer(NamedTuple):
 
     items: list[Item]
     is_set: bool = False  # written in braces
-    is_solved: bool = True  # unless it is an inequality, or a condition in braces, that would have to be solved
 
 
 def read(text: str) -> Answer:
@@ -53,13 +52,13 @@ def read(text: str) -> Answer:
         condition = _conditions(builder[2])
         if condition is not None and condition.variable == builder[1]:
             if isinstance(condition.value, sympy.FiniteSet):
-                return Answer([Item(value) for value in condition.value.args], True, condition.is_solved)
-            return Answer([condition._replace(variable=None)], is_solved=condition.is_solved)
+                return Answer([Item(value, is_solved=condition.is_solved) for value in condition.value.args], True)
+            return Answer([condition._replace(variable=None)])
     text = _MEMBER.sub("", text) if _MEMBER.match(text) else text
     if _INEQUALITY.search(text):
         condition = _conditions(text)
         if condition is not None:
-            return Answer([condition], is_solved=condition.is_solved)
+            return Answer([condition])
     braces = _BRACES.fullmatch(text)
     parts = [side for part in _split(braces[1] if braces else text, _BETWEEN_ITEMS) for side in _signs(part)]
     return Answer([_item(part) for part in parts], is_set=braces is not None)
