@@ -199,7 +199,7 @@ def sums(warm_up, **options):
         (TaskConfig("free_text", warm_up=SHORT), "'free_text' takes none"),
         (TaskConfig("gsm8k"), "learns 'free_text' and 'reasoning_gym:<data set>' tasks, not 'gsm8k'"),
         (TaskConfig("reasoning_gym:nothing"), "unknown reasoning-gym data set 'nothing'"),
-        (TaskConfig("reasoning_gym:rush_hour"), "no answer to learn from"),
+        (TaskConfig("reasoning_gym:rush_hour"), "'rush_hour' is refused"),
     ],
 )
 def test_a_task_or_a_warm_up_that_it_cannot_learn_from(config, message, tmp_path):

@@ -11,6 +11,7 @@ from datasets import load_dataset
 
 from troll.runs.toy_model import WarmUp
 from troll.tasks import TaskConfig, load_task
+from troll.tasks.judges import JUDGES, Judge
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
@@ -26,6 +27,15 @@ def test_the_page_shows_the_examples():
     assert geometry == (EXAMPLES / "geometry.yaml").read_text()
     assert WarmUp.of(TaskConfig(**yaml.safe_load(warm_up))).format_share == 0.02
     assert blocks("python")[0] == (EXAMPLES / "sorting.py").read_text()
+
+
+def test_the_page_names_the_data_sets_that_are_refused_or_have_a_verifier():
+    section = PAGE.partition("## Data sets of reasoning-gym\n")[2].partition("\n## ")[0]
+    texts = section.partition("any text:")[2].partition("\n- ")[0], section.partition("| refused | reason |\n")[2]
+    verified, refused = (sorted(set(JUDGES).intersection(re.findall(r"`(\w+)`", text))) for text in texts)
+    assert verified == [name for name, judge in JUDGES.items() if judge is Judge.VERIFIER]
+    assert refused == [name for name, judge in JUDGES.items() if isinstance(judge, str)]
+    assert re.findall(r"^- (\d+) are", section, re.MULTILINE) == [str(len(verified)), str(len(refused))]
 
 
 def test_the_yaml_example():

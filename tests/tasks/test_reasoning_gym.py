@@ -138,7 +138,7 @@ def test_random_rewards_are_trained_on_and_success_is_logged():
     assert task.reward_funcs[1](prompts=[], completions=[""] * 4000) == rewards
 
 
-@pytest.mark.parametrize("data_set", ["prime_factorization", "coin_flip", "game_of_life"])
+@pytest.mark.parametrize("data_set", ["prime_factorization", "manipulate_matrix", "game_of_life"])
 def test_a_verifier_that_raises_means_a_wrong_answer(data_set):
     task = _load(data_set, train_size=2, eval_size=1)
     rows = task.train_dataset[:1]
@@ -146,7 +146,7 @@ def test_a_verifier_that_raises_means_a_wrong_answer(data_set):
         assert _score(task, rows, [answer]) == [0.0]
 
 
-@pytest.mark.parametrize("data_set", ["gcd", "simple_equations", "spell_backward", "countdown"])
+@pytest.mark.parametrize("data_set", ["gcd", "simple_equations", "spell_backward", "path_star"])
 def test_other_data_sets_score_their_own_answers(data_set):
     for question in questions(data_set, {}, split="train", size=3):
         task = _load(data_set, train_size=3, eval_size=1)
@@ -157,7 +157,7 @@ def test_other_data_sets_score_their_own_answers(data_set):
 @pytest.mark.parametrize(
     ("data_set", "options", "message"),
     [
-        ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre"),
+        ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre, aiw"),
         ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, "),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
@@ -183,12 +183,6 @@ def test_errors_are_one_line(data_set, options, message):
 def test_a_dataset_path_is_refused():
     with pytest.raises(TaskError, match="remove dataset_path=data"):
         load_task(TaskConfig(dataset_path="data"))
-
-
-def test_a_question_without_a_single_answer_says_so():
-    (question,) = questions("rush_hour", {}, split="warmup", size=1)
-    with pytest.raises(TaskError, match="no answer to learn from: its field 'answer' is None"):
-        question.answer  # noqa: B018
 
 
 def test_all_of_a_generator_is_the_default():

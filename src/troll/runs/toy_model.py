@@ -132,14 +132,13 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
     in its training nor in its evaluation data.
 
     Args:
-        task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; with
-            the settings `warm_up`.
+        task_config: The task `free_text` or one of reasoning-gym, with the settings `warm_up`.
         name: One of `TOY_MODELS`.
         seed: The seed of the initial weights and of the order of the questions.
         cache_dir: The folder in which models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 
     Raises:
-        TaskError: If the task is another one, or it has no answers to learn from or an unusable `warm_up`.
+        TaskError: If the task is another one or unusable, or its `warm_up` is.
         OSError: If the cache folder cannot be written.
     """
     prefix, _, data_set = task_config.task.partition(":")

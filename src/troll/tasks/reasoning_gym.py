@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: generated questions, split so that training and evaluation share none, and its verifiers."""
+"""Tasks of reasoning-gym: generated questions, split so that training and evaluation share none, and their judges."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from datasets import Dataset
 from troll.rewards.answers import tagged
 from troll.rewards.grading import completion_text
 from troll.tasks.attempts import attempt_rewards, overthought
+from troll.tasks.judges import JUDGES, Judge, judge_of
 from troll.tasks.options import Options
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
-from troll.tasks.verifiers import FORMS, VERIFIERS
 
 Split = Literal["eval", "warmup", "train"]
 
@@ -32,6 +32,9 @@ SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 _DRAWS_PER_QUESTION = 64
 _OWN_OPTIONS = ("prompt", "system_prompt", "examples", "answer_format", "attempts", "random_reward")
 
+# Some verifiers take quadratic time: a longer answer is wrong, unless the data set's own is half as long.
+_MOST_CHARACTERS = 10_000
+
 
 @dataclass(frozen=True)
 class Question:
@@ -49,28 +52,22 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """The data set's own answer.
-
-        Raises:
-            TaskError: If the data set has no single answer, since it accepts many solutions.
-        """
-        answer = self.entry["answer"]
-        if not isinstance(answer, str):
-            raise TaskError(f"question {self.prompt!r} has no answer to learn from: its field 'answer' is {answer!r}")
-        return answer
+        """The data set's own answer."""
+        return str(self.entry["answer"])
 
     @property
     def formatted_answer(self) -> str:
-        """The answer in the format of a success; raises the errors of `answer`."""
+        """The answer in the format of a success."""
         return self.answer_format.replace(PLAIN, self.answer)
 
 
 @register_task("reasoning_gym:<data set>")
 def load(config: TaskConfig, data_set: str) -> Task:
-    """Loads any data set of reasoning-gym, with its own generator and verifier.
+    """Loads a data set of reasoning-gym, with its own generator.
 
-    An answer is a success if the data set's verifier gives it the full score. The answer is the text in the last
-    `<answer>...</answer>` of a completion, or the whole completion if it has no such tag.
+    An answer is a success if the data set's verifier gives it the full score, or if its text is that of the data set's
+    own answer, without spaces around it: `JUDGES` says which, and which data sets are refused. The answer is the text
+    in the last `<answer>...</answer>` of a completion, or the whole completion if it has no such tag.
 
     `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes six more
     options:
@@ -93,7 +90,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     are held out for an `eval_size` of None. The data sets have the columns `prompt` and `question_id`.
 
     Raises:
-        TaskError: If the data set or an option is unknown or unusable, or the space of questions too small.
+        TaskError: If the data set or an option is unknown, refused or unusable, or the space of questions too small.
     """
     if config.dataset_path is not None:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
@@ -139,7 +136,8 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
         The questions, the same on every call; a longer draw starts with the shorter one.
 
     Raises:
-        TaskError: If the data set or an option is unknown or unusable, or the split holds (almost) no question.
+        TaskError: If the data set or an option is unknown, refused or unusable, or if the split holds hardly any
+            question.
     """
     template, answer_format = options.get("prompt", "{question}"), options.get("answer_format", PLAIN)
     separator = options.get("attempts")
@@ -188,7 +186,9 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
     except ImportError as error:
         raise TaskError('this task needs reasoning-gym: pip install "troll-rl[tasks]"') from error
     if data_set not in DATASETS:
-        raise TaskError(f"unknown reasoning-gym data set {data_set!r}; it has {', '.join(sorted(DATASETS))}")
+        usable = sorted(name for name in DATASETS if isinstance(JUDGES.get(name), Judge))
+        raise TaskError(f"unknown reasoning-gym data set {data_set!r}; it has {', '.join(usable)}")
+    judge_of(data_set)
     known = {field.name for field in fields(DATASETS[data_set][1])} - {"seed", "size"}
     configuration = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
     for name in configuration:
@@ -252,16 +252,24 @@ def _unwrapped(text: str, answer_format: str) -> str | None:
 
 
 def is_correct(verifier: Any, answer: str, question: Question) -> bool:
-    """Whether an answer gets the full score of the data set's verifier, or of the one that replaces it."""
-    data_set = question.entry["metadata"].get("source_dataset")
+    """Whether an answer to a question is right.
+
+    Args:
+        verifier: The data set, whose verifier is asked if it judges the answer.
+        answer: The answer.
+        question: The question, with the data set's name in its entry's metadata.
+
+    Raises:
+        TaskError: If the data set is refused.
+    """
+    if judge_of(question.entry["metadata"]["source_dataset"]) is Judge.TEXT:
+        return answer.strip() == question.answer.strip()
+    if len(answer) > max(_MOST_CHARACTERS, 2 * len(question.answer)):
+        return False
     try:
-        if data_set in VERIFIERS:
-            return VERIFIERS[data_set](answer, question.entry)
-        if data_set in FORMS and not FORMS[data_set].fullmatch(answer):
-            return False
         return bool(verifier.score_answer(answer, question.entry) >= 1.0)
     except Exception:
-        # Several verifiers parse or index the model's text, which can raise any error.
+        # Several verifiers parse the model's text, which can raise any error.
         return False
 
 

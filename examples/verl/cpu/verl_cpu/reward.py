@@ -14,7 +14,7 @@ from troll.tasks.reasoning_gym import Question, is_correct
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **kwargs: Any
 ) -> dict[str, Any]:
-    """Returns `score` and `acc`: 1 where the data set's own verifier gives an answer the full score, else 0.
+    """Returns `score` and `acc`: 1 where the answer is right, else 0.
 
     Args:
         data_source: The task, `reasoning_gym:<data set>`.
