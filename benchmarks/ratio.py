@@ -1,4 +1,4 @@
-"""The ratio of a sampled token down to tiny probabilities: both tails, and the truth in float64."""
+"""The ratio of a sampled token down to tiny probabilities: ours, the paper's step, and the truth in float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.console import Console
 import troll
 from benchmarks import measure
 from tests.trust_region import reference
-from troll.trust_region.step import TAILS
+from troll.trust_region.paper import paper_step
 
 LOG_PROBS = (0.0, -5.0, -20.0, -27.0, -30.0, -35.0, -60.0, -100.0)
 
 KL_BOUND = 0.05
 
 #: The columns; those of equal policies are log ratios. "true" is computed in float64.
-COLUMNS = ("log p(o)", "projected", "true", "bucket", "floor", "equals: bucket", "equals: floor", "bound")
+COLUMNS = ("log p(o)", "projected", "true", "ours", "paper's", "equals: ours", "equals: paper's", "bound")
 
 #: Logits of two other tokens before and after, which move far out of the ball; and how much less likely o becomes.
 OTHERS, MOVED, LOSS = (0.0, -3.0), (0.0, 2.0), 1.6
@@ -41,11 +41,11 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
     for log_p in LOG_PROBS:
         old_logits, new_logits = logits_of(log_p)
         row = reference.capture(old_logits, 2, 3, 0.0)
-        truth = reference.step(new_logits, row, KL_BOUND, "bucket")
+        truth = reference.step(new_logits, row, KL_BOUND)
         before, after = (torch.tensor(x[None], dtype=torch.float32, device=device) for x in (old_logits, new_logits))
         old = troll.capture(before, torch.tensor([2], device=device), mass_threshold=0.0)
         moved, equal = (
-            [troll.trust_region_step(z, old, KL_BOUND, tail=tail).log_ratio.item() for tail in TAILS]
+            [step(z, old, KL_BOUND).log_ratio.item() for step in (troll.trust_region_step, paper_step)]
             for z in (after, before)
         )
         largest = max(1.0, abs(reference.log_sum_exp(old_logits)), abs(row.log_prob))

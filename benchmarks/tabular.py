@@ -33,7 +33,7 @@ METHODS = ("troll", "regression", "kl_penalty", "clip", "none")
 class _Settings:
     """The defaults of `TrollConfig` that these surrogates read."""
 
-    tail, solver, pull = "bucket", "newton", "projection"
+    pull = "projection"
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:

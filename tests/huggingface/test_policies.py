@@ -27,15 +27,14 @@ def logits_of(model: Any, inputs: dict[str, Any], temperature: float = 0.7) -> t
     return logits
 
 
-@pytest.mark.parametrize(("tail", "pull"), [("bucket", "projection"), ("floor", "projection"), ("bucket", "proximal")])
+@pytest.mark.parametrize("pull", ["projection", "proximal"])
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 @pytest.mark.parametrize("bound", [BOUND, torch.tensor([[0.005], [0.02]])], ids=["one bound", "a bound each"])
-@pytest.mark.filterwarnings("ignore:tail='floor'")
-def test_a_loop_of_ones_own_is_that_of_the_logits(tail, pull, scope, bound):
+def test_a_loop_of_ones_own_is_that_of_the_logits(pull, scope, bound):
     model, inputs, old = moved()
     mask, advantages = scored(inputs), torch.tensor([1.0, -0.5])
     constraint = Constraint.sequence(mask) if scope == "sequence" else None
-    options = {"kl_bound": bound if scope == "token" else BOUND, "tail": tail, "pull": pull, "constraint": constraint}
+    options = {"kl_bound": bound if scope == "token" else BOUND, "pull": pull, "constraint": constraint}
     step = huggingface.trust_region_step(model, **inputs, old=old, temperature=0.7, entropy=True, **options)
     assert step.log_ratio.shape == mask.shape
     loss, metrics = troll.troll_loss(step, advantages, mask)

@@ -66,22 +66,11 @@ def log_sum_exp(values: Tensor) -> Tensor:
 
 def outcomes(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> tuple[Tensor, Tensor, Tensor, int]:
     """log p̃ and log p over the outcomes, log p̃/p of the sampled token, and how many tokens the old policy kept."""
-    stored = support(old, sampled, args.support_top_k, args.mass_threshold)
-    ids, kept = list(stored), len(stored)
-    if args.tail == "floor":
-        ids += [v for v in support(new.detach(), sampled, args.support_top_k, args.mass_threshold) if v not in stored]
+    ids = support(old, sampled, args.support_top_k, args.mass_threshold)
     rest = [v for v in range(len(old)) if v not in ids]
-    if args.tail == "bucket":
-        pair = [torch.cat([x[ids], log_sum_exp(x[rest])]) if rest else x[ids] for x in (new, old)]
-    else:
-        tail = old.new_full((1 if rest else 0,), LOG_FLOOR + math.log(max(len(rest), 1)))
-        unknown = old.new_full((len(ids) - kept,), LOG_FLOOR)
-        pair = [torch.cat([new[ids], tail]), torch.cat([old[stored], unknown, tail])]
+    pair = [torch.cat([x[ids], log_sum_exp(x[rest])]) if rest else x[ids] for x in (new, old)]
     log_new, log_old = (log_probs.clamp(min=LOG_FLOOR).log_softmax(-1) for log_probs in pair)
-    if args.tail == "bucket":
-        return log_new, log_old, new[sampled] - old[sampled], kept
-    slot = ids.index(sampled)
-    return log_new, log_old, log_new[slot] - log_old[slot], kept
+    return log_new, log_old, new[sampled] - old[sampled], len(ids)
 
 
 def tilted(log_old: Tensor, s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:

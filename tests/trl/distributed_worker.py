@@ -21,7 +21,7 @@ from troll.trl.trainer import OLD_POLICY
 #: Sequence means and fixed lengths average over processes; so does DAPO, which divides by the tokens of all of them.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "gspo": {"importance_sampling_level": "sequence", "tail": "floor", "support_top_k": 8},
+    "gspo": {"importance_sampling_level": "sequence", "support_top_k": 8},
     "dapo": {"loss_type": "dapo", "beta": 0.1},
     "dr_grpo": {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
     "sequences share": {"constraint": "sequence"},

@@ -76,8 +76,6 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("vespo_lambda_pos", "finite and at least 0", -1.0, {"surrogate": "vespo"}),
         ("vespo_lambda_neg", "finite and at least 0", math.nan, {"surrogate": "vespo"}),
         # Words.
-        ("tail", "one of bucket, floor", "cut", {}),
-        ("solver", "one of newton, bracket", "secant", {}),
         ("pull", "one of projection, proximal", "old", {}),
         ("constraint", "one of token, sequence, batch", "tokens", {}),
         ("constraint_reduction", "one of mean, sum", "max", {}),
@@ -190,7 +188,6 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
         ({"rollout_delay": 1, "use_vllm": True}, "vLLM has its own weights: set use_vllm=False, or leave them out"),
         ({"rollout_delay": 1, "anchor": "rollout", "updates_per_rollout": 1}, f"has several updates: {SECOND_UPDATE}"),
         # Truncated sampling.
-        ({"top_p": 0.9, "tail": "floor"}, "set tail='bucket', or truncated_ratio=False"),
         ({"top_p": 0.9, "rollout_delay": 1, "rollout_correction": 2.0}, "leave rollout_correction out, or set"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
@@ -286,7 +283,7 @@ def test_cispo_bounds_the_ratio_itself(tmp_path):
 def test_defaults_are_those_of_the_paper_and_of_grpo(tmp_path):
     ours = config(tmp_path)
     assert (ours.kl_bound, ours.regression_weight, ours.support_top_k) == (0.05, 1.0, 64)
-    assert (ours.mass_threshold, ours.tail, ours.solver) == (1e-5, "bucket", "newton")
+    assert ours.mass_threshold == 1e-5
     assert ours.disable_dropout
     changed = {"disable_dropout", "steps_per_generation", "generation_batch_size"}
     theirs = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
@@ -341,7 +338,7 @@ def test_updates_per_rollout_and_the_steps_of_a_rollout(tmp_path, settings, step
     [
         {},
         ONE_PASS_IN_TWO,
-        {"kl_bound_schedule": "cosine", "kl_bound_schedule_kwargs": {"end": 0.01}, "solver": "bracket"},
+        {"kl_bound_schedule": "cosine", "kl_bound_schedule_kwargs": {"end": 0.01}},
         own("kl_penalty", cap=3.0),
     ],
 )
@@ -404,21 +401,21 @@ def test_continuous_batching_may_not_cast_the_weights(tmp_path, precision):
 
 def test_the_command_line_sets_fields_and_wins_over_a_file(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"output_dir: {tmp_path}\nkl_bound: 0.02\ntail: floor\nsupport_top_k: 16\nreport_to: none\n")
-    words = "--kl_bound 0.1 --mass_threshold 1e-4 --solver bracket --disable_dropout false --steps_per_generation 4"
+    path.write_text(f"output_dir: {tmp_path}\nkl_bound: 0.02\npull: proximal\nsupport_top_k: 16\nreport_to: none\n")
+    words = "--kl_bound 0.1 --mass_threshold 1e-4 --disable_dropout false --steps_per_generation 4"
     words += " --use_cpu true --bf16 false"
     parser: Any = TrlParser
     (args,) = parser(TrollConfig).parse_args_and_config(["--config", str(path), *words.split()])
-    assert (args.kl_bound, args.tail, args.support_top_k) == (0.1, "floor", 16)
-    assert (args.mass_threshold, args.solver, args.disable_dropout, args.rollout_steps) == (1e-4, "bracket", False, 4)
+    assert (args.kl_bound, args.pull, args.support_top_k) == (0.1, "proximal", 16)
+    assert (args.mass_threshold, args.disable_dropout, args.rollout_steps) == (1e-4, False, 4)
 
 
 def test_every_field_has_its_entry_of_the_docstring_as_help():
     own = {field.name: field.metadata.get("help", "") for field in fields(TrollConfig)}
     assert [name for name in TrollConfig.__annotations__ if not own[name]] == []
     assert own["kl_bound"] == "ε, the largest KL divergence (nats) of a token's distribution from the old policy's."
-    assert own["tail"].startswith('How the tokens that are not kept count: "bucket"')
-    assert own["tail"].endswith("as the paper's code does.")
+    assert own["mass_threshold"].startswith("δ: fewer than `support_top_k` tokens are kept")
+    assert own["mass_threshold"].endswith("1 − δ of the mass.")
 
 
 def test_a_missing_trl_is_named_with_what_to_install(monkeypatch):

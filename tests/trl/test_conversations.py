@@ -198,7 +198,7 @@ def test_all_conversations_get_the_gradient_that_they_get_by_hand(make, loss, su
         {"beta": 0.1, "loss_type": "bnpo"},
         {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, **SMALL},
         {"constraint": "batch", "constraint_reduction": "sum"},
-        {"constraint": "sequence", "tail": "floor"},
+        {"constraint": "sequence"},
         {"importance_sampling_level": "sequence"},
         {"mask_truncated_completions": True},
         {"diagnostics_steps": 1, "kl_bound_entropy_exponent": 1.0},

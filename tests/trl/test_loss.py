@@ -36,7 +36,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "iterations": {"num_iterations": 2, "steps_per_generation": 1, "per_device_train_batch_size": 8},
     "small support": {"support_top_k": 3},
-    "floored tail": {"tail": "floor", "support_top_k": 48, "mass_threshold": 0.0},
     "padded lengths": {"pad_to_multiple_of": 8},
 }
 
@@ -96,9 +95,8 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     assert plain > 1e-3
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_the_off_policy_mask_sees_the_network_and_not_the_projection(make, tail):
-    trainer = make(kl_bound=1e-4, tail=tail, support_top_k=8, off_policy_mask_threshold=0.1)
+def test_the_off_policy_mask_sees_the_network_and_not_the_projection(make):
+    trainer = make(kl_bound=1e-4, support_top_k=8, off_policy_mask_threshold=0.1)
     inputs = tiny.rollout(trainer)[0]
     tiny.move(trainer.model, 0.1)
     with mock.patch.object(trainer, "get_off_policy_mask", wraps=trainer.get_off_policy_mask) as mask:
@@ -117,8 +115,7 @@ def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **s
     """Every micro-batch of a rollout: loss, gradients and metrics equal those of `dense`."""
     moved = dense.Moved(make, model, dense.with_tools if tools else dict, **settings)
     args, trainer = moved.args, moved.trainer
-    # The condition of the projection; and how close to the bound the bracketing comes.
-    tolerance = 1e-3 if args.solver == "bracket" else tiny.MEAN_ERROR / math.sqrt(2 * args.kl_bound)
+    tolerance = tiny.MEAN_ERROR / math.sqrt(2 * args.kl_bound)  # the condition of the projection
     everything: list[dense.Token] = []
     for inputs, old in moved.batches:
         rows = dense.tokens(moved.logits(inputs), old, inputs, args)
@@ -162,9 +159,7 @@ def test_a_reachable_bound_agrees_with_a_dense_computation(make, loss_type, leve
         {"tools": True, "loss_type": "bnpo", "importance_sampling_level": "sequence"},
         {"model": "gemma2", "temperature": 1.3, "loss_type": "dapo"},
         {"model": "granite", "loss_type": "dapo"},
-        {"solver": "bracket", "regression_weight": 0.7, "loss_type": "grpo"},
-        {"tail": "floor", "loss_type": "grpo"},
-        {"tail": "floor", "support_top_k": 6, "mass_threshold": 1e-3, "regression_weight": 0.7, "loss_type": "grpo"},
+        {"regression_weight": 0.7, "loss_type": "grpo"},
         {"support_top_k": 6, "mass_threshold": 1e-3, "loss_type": "grpo"},
         {"support_top_k": 1, "mass_threshold": 1e-5, "loss_type": "grpo"},
     ],
@@ -231,9 +226,8 @@ def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, 
     tiny.assert_same_gradients(difference, tiny.gradients(model), 2e-5)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_the_loss_leaves_its_inputs_alone(make, tail):
-    trainer = make(tail=tail, kl_bound=0.01, beta=0.1, support_top_k=8)
+def test_the_loss_leaves_its_inputs_alone(make):
+    trainer = make(kl_bound=0.01, beta=0.1, support_top_k=8)
     inputs = tiny.rollout(trainer)[0]
     before = copy.deepcopy(inputs)
     tiny.move(trainer.model, 0.1)
@@ -249,10 +243,9 @@ def test_the_loss_leaves_its_inputs_alone(make, tail):
 
 
 @pytest.mark.parametrize("top_k", [2, 8])
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_a_rollout_starts_at_ratio_one(make, monkeypatch, tail, top_k):
+def test_a_rollout_starts_at_ratio_one(make, monkeypatch, top_k):
     """Up to rounding, however much of the mass is outside the support."""
-    trainer = make(tail=tail, support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
+    trainer = make(support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
     inputs = tiny.rollout(trainer)[0]
     terms: list[Any] = []
     monkeypatch.setattr(trainer, "_observe", lambda tokens, made, *_: terms.append(made))

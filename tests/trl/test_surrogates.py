@@ -121,7 +121,7 @@ def dense_loss(new: Tensor, old: Tensor, sampled: int, advantage: float, args: A
         {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0},
         {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0, "pull": "proximal"},
         {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 3.0, "cap": 1.02}},
-        {"surrogate": "kl_penalty", "surrogate_kwargs": {"cap": 1.02}, "tail": "floor"},
+        {"surrogate": "kl_penalty", "surrogate_kwargs": {"cap": 1.02}},
     ],
     ids=str,
 )

@@ -143,12 +143,11 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_the_old_policy_stays_with_its_tokens(make, tail, iterations, temperature):
+def test_the_old_policy_stays_with_its_tokens(make, iterations, temperature):
     """Through TRL's scoring in chunks, its shuffle and its split; at the sampling temperature."""
     order = {"per_device_train_batch_size": 2, "steps_per_generation": 6, "num_iterations": iterations}
-    trainer = make(tail=tail, support_top_k=5, temperature=temperature, **order)
+    trainer = make(support_top_k=5, temperature=temperature, **order)
     reference = make.model()
     buffered = tiny.rollout(trainer)
     assert len(buffered) == 6
@@ -536,7 +535,7 @@ def test_prompt_learning_adds_tokens_in_front(make):
     assert tiny.logged(trainer, "trust_region/kl_before_max")[-1] > 1e-3
 
 
-@pytest.mark.parametrize("settings", [{}, {"tail": "floor"}, {"entropy_coef": 0.1}, {"beta": 0.1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"entropy_coef": 0.1}, {"beta": 0.1}], ids=str)
 def test_training_makes_no_tensor_of_tokens_by_vocabulary(make, monkeypatch, settings):
     """Neither capture nor update, the loss and its backward included."""
     vocab_size, hidden_size, largest = 1111, 42, 0

@@ -129,16 +129,16 @@ def _launch_step() -> Iterator[str]:
     from troll.trust_region.policy.on_support import PolicyOnSupport
     from troll.trust_region.policy.sparse import SparsePolicy
 
-    for k, tail, entropy, bound in ((64, "bucket", False, 0.05), (128, "floor", True, torch.full((2,), 0.05))):
+    for k, entropy, bound in ((64, False, 0.05), (128, True, torch.full((2,), 0.05))):
         ids, row = torch.zeros(2, k, dtype=torch.int64), torch.zeros(2, requires_grad=True)
         logits = torch.zeros(2, k, requires_grad=True)
         new = PolicyOnSupport(ids, logits, row, 1000, row if entropy else None)
         old = SparsePolicy(ids, logits.detach(), row.detach(), ids[:, 0], 1000, 1e-5)
-        variant = f"K {k}, {tail}" + (", entropy" if entropy else "")
+        variant = f"K {k}" + (", entropy" if entropy else "")
         with torch.no_grad():
-            step_triton.step(new, old, bound, tail, "projection")  # type: ignore[arg-type]
+            step_triton.step(new, old, bound, "projection")
         yield f"{variant}, without gradient"
-        step = step_triton.step(new, old, bound, tail, "projection")  # type: ignore[arg-type]
+        step = step_triton.step(new, old, bound, "projection")
         outputs = (step.log_ratio, step.regression, step.log_prob, step.entropy)
         sum(x.sum() for x in outputs if x is not None).backward()  # type: ignore[union-attr]
         yield variant

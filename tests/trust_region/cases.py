@@ -14,8 +14,6 @@ from tests.trust_region import reference
 from troll import TrustRegionStep
 from troll.diagnostics import Tally
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.reading.capture import union_support
-from troll.trust_region.reading.source import LogitsSource
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
@@ -167,15 +165,6 @@ def capture_rows(logits: Array, tokens: Array, top_k: int, mass_threshold: float
     return [
         reference.capture(row, int(token), top_k, mass_threshold) for row, token in zip(logits, tokens, strict=True)
     ]
-
-
-def step_support(
-    source: LogitsSource, old_token_ids: torch.Tensor, sampled: torch.Tensor, tail: str, mass_threshold: float
-) -> torch.Tensor:
-    """The tokens at which a step with this tail reads the new policy, (..., K')."""
-    if tail == "bucket":
-        return old_token_ids
-    return union_support(source, old_token_ids, sampled, mass_threshold)
 
 
 def some(step: TrustRegionStep, index: Any) -> TrustRegionStep:

@@ -211,11 +211,6 @@ def floor_outcomes(new_logits: Array, old: OldRow) -> Outcomes:
     return Outcomes(tokens, log_old, log_new, np.asarray(blocked))
 
 
-def outcomes_of(new_logits: Array, old: OldRow, tail: str) -> Outcomes:
-    assert tail in ("bucket", "floor")
-    return bucket_outcomes(new_logits, old) if tail == "bucket" else floor_outcomes(new_logits, old)
-
-
 # The projection
 
 
@@ -354,8 +349,8 @@ class StepRow:
     regression_gradient: Array
 
 
-def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str, pull: str = "projection") -> StepRow:
-    """What DESIGN.md calls the step, "The ratio" included; `regression` is the pull that was chosen."""
+def step(new_logits: Array, old: OldRow, kl_bound: float, pull: str = "projection", *, paper: bool = False) -> StepRow:
+    """What DESIGN.md calls the step, "The ratio" included, or the paper's; `regression` is the pull that was chosen."""
     assert pull in ("projection", "proximal")
     new_logits = np.asarray(new_logits, dtype=np.float64)
     if not (is_finite_row(new_logits) and not np.isnan(old.log_probs).any()):
@@ -363,13 +358,13 @@ def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str, pull: str =
         nan = math.nan
         return StepRow(nan, nan, nan, nan, nan, nan, False, nothing, nothing, nothing)
 
-    outcomes = outcomes_of(new_logits, old, tail)
+    outcomes = (floor_outcomes if paper else bucket_outcomes)(new_logits, old)
     solution = solve(outcomes.log_old, outcomes.log_new, kl_bound)
     sampled = np.zeros(len(outcomes.tokens))
     sampled[old.slot] = 1.0
     log_prob = float(log_softmax(new_logits)[old.token])
 
-    if tail == "bucket":
+    if not paper:
         log_ratio, gradient = _ratio_of_raw(outcomes, solution, old, log_prob, sampled)
     else:
         log_ratio = float(solution.log_q[old.slot] - outcomes.log_old[old.slot])

@@ -15,7 +15,7 @@ from tests.trust_region.cases import bounds, pairs, tensor
 from troll.trust_region import step_triton
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.step import Pull, Tail, TrustRegionStep, trust_region_step
+from troll.trust_region.step import Pull, TrustRegionStep, trust_region_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIFFERENTIABLE = ("log_ratio", "regression", "log_prob", "entropy")
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     def moved(self, seed: int) -> Case:
         """Numbers that float32 may take these for on the way: 4 roundings of the largest off, the bound 2.3e-5.
 
-        That is the solver's tolerance, and the error of KL(τ).
+        That is the tolerance of the search, and the error of KL(τ).
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 MOVED = ("logits", "tail_logit", "old_log_probs", "old_tail", "tail_entropy")
 
 
-def case_of(family: str, rows: int, size: int, tail: Tail, seed: int = 0) -> Case:
+def case_of(family: str, rows: int, size: int, seed: int = 0) -> Case:
     """Pairs of a family; half of them with unused slots, a quarter without a tail."""
     old, new = (tensor(x) for x in pairs(family, rows, size, seed))
     rng = np.random.default_rng(seed)
@@ -85,12 +85,11 @@ def case_of(family: str, rows: int, size: int, tail: Tail, seed: int = 0) -> Cas
     unused_slots = torch.tensor(unused)
     old[:, :k][unused_slots] = -math.inf
     new[:, :k][unused_slots] = -math.inf
-    if tail == "bucket":
-        old[::4, k], new[::4, k] = -math.inf, -math.inf
-    else:  # what only the new policy holds
-        excluded = rng.random((rows, k)) < 0.2
-        excluded[np.arange(rows), slot] = False
-        old[:, :k][torch.tensor(excluded)] = -math.inf
+    old[::4, k], new[::4, k] = -math.inf, -math.inf
+    excluded = rng.random((rows, k)) < 0.2  # by the old policy only
+    excluded[::2] = False
+    excluded[np.arange(rows), slot] = False
+    old[:, :k][torch.tensor(excluded)] = -math.inf
     old = old.log_softmax(-1).float().to(DEVICE)
     new = new.float().to(DEVICE)
     bound = tensor(bounds(rows, seed=seed), torch.float32).to(DEVICE)
@@ -112,16 +111,14 @@ def triton_step(
     new: PolicyOnSupport,
     old: SparsePolicy,
     kl_bound: float | Tensor,
-    tail: Tail = "bucket",
     pull: Pull = "projection",
 ) -> TrustRegionStep:
     """What `trust_region_step` makes of the kernel's numbers."""
-    return step_triton.step(new, old, kl_bound, tail, pull)
+    return step_triton.step(new, old, kl_bound, pull)
 
 
 def run(
     case: Case,
-    tail: Tail,
     weights: dict[str, Tensor] | None = None,
     *,
     pull: Pull = "projection",
@@ -132,9 +129,9 @@ def run(
     _, old = case.policies()
     new = PolicyOnSupport(case.ids, leaves[0], leaves[1], case.vocab_size, leaves[2])
     if by_triton:
-        made = triton_step(new, old, case.bound, tail, pull)
+        made = triton_step(new, old, case.bound, pull)
     else:
-        made = trust_region_step(new, old, case.bound, tail=tail, pull=pull)
+        made = trust_region_step(new, old, case.bound, pull=pull)
     weights = {name: torch.ones_like(case.tail_logit) for name in DIFFERENTIABLE} if weights is None else weights
     # In torch, a regression of tokens none of which is projected is a constant.
     outputs = {name: getattr(made, name) for name in weights if getattr(made, name).requires_grad}
@@ -150,14 +147,12 @@ def numbers(made: TrustRegionStep, grads: list[Tensor]) -> dict[str, Tensor]:
     return values | dict(zip(("logits", "tail_logit", "tail_entropy"), grads, strict=True))
 
 
-def assert_agrees(
-    case: Case, tail: Tail, weights: dict[str, Tensor] | None = None, pull: Pull = "projection"
-) -> TrustRegionStep:
+def assert_agrees(case: Case, weights: dict[str, Tensor] | None = None, pull: Pull = "projection") -> TrustRegionStep:
     """With float64, up to three times what that makes of numbers that are as far off as float32 may take them."""
-    made, grads = run(case, tail, weights, pull=pull, by_triton=True)
+    made, grads = run(case, weights, pull=pull, by_triton=True)
     actual = numbers(made, grads)
-    expected = numbers(*run(case.to(torch.float64), tail, weights, pull=pull))
-    others = [numbers(*run(case.to(torch.float64).moved(seed), tail, weights, pull=pull)) for seed in range(6)]
+    expected = numbers(*run(case.to(torch.float64), weights, pull=pull))
+    others = [numbers(*run(case.to(torch.float64).moved(seed), weights, pull=pull)) for seed in range(6)]
     for name, want in expected.items():
         got = actual[name]
         assert got.shape == want.shape, name

@@ -28,7 +28,6 @@ class Shared:
     split: int
     kl_bound: Tensor
     reduction: Any = "mean"
-    solver: str = "newton"
     groups: int = 1
 
     def part(self, rank: int) -> slice:
@@ -42,7 +41,7 @@ class Shared:
             group = (torch.arange(len(self.mask)) % self.groups)[part]
             constraint = Constraint(group, constraint.weight, self.groups, process_group)
         logits = self.new[part].clone().requires_grad_()
-        projection = project(logits, self.old[part], self.kl_bound[part], self.solver, constraint)
+        projection = project(logits, self.old[part], self.kl_bound[part], constraint)
         upstream = random_logits(*self.new.shape, seed=9)[part] * mask.unsqueeze(-1)
         loss = torch.where(upstream != 0, upstream * projection.log_probs, 0.0).sum() / count
         (gradient,) = torch.autograd.grad(loss, logits)
@@ -82,7 +81,6 @@ def with_nan() -> Tensor:
 CASES: dict[str, Shared] = {
     "mean": shared(),
     "sum": shared(reduction="sum"),
-    "bracket": shared(solver="bracket"),
     "one process has no tokens": shared(split=9),
     "one process has masked tokens alone": shared(split=8),
     "one process is inside its own bound": shared(new=quiet_second_half()),

@@ -8,7 +8,7 @@ import pytest
 
 import troll
 
-STEP = {"kl_bound": 0.05, "tail": "bucket", "solver": "newton", "constraint": None, "pull": "projection"}
+STEP = {"kl_bound": 0.05, "constraint": None, "pull": "projection"}
 LOSS = {"regression_weight": 1.0, "ratio_level": "token", "aggregation": "sequence_mean", "max_length": None}
 
 
@@ -17,7 +17,7 @@ LOSS = {"regression_weight": 1.0, "ratio_level": "token", "aggregation": "sequen
     [
         (troll.capture, {"top_k": 64, "mass_threshold": 1e-5, "truncation": None}),
         (troll.capture_top, {"top_k": 64, "mass_threshold": 1e-5, "truncated": False}),
-        (troll.project, {"kl_bound": 0.05, "solver": "newton", "constraint": None}),
+        (troll.project, {"kl_bound": 0.05, "constraint": None}),
         (troll.trust_region_step, STEP | {"entropy": False}),
         (troll.troll_loss, LOSS | {"num_tokens": None}),
     ],

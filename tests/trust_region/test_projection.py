@@ -27,7 +27,6 @@ from tests.trust_region.cases import (
     true_kl,
 )
 from troll import Projection, SparsePolicy, project
-from troll.trust_region.dual import SOLVERS
 
 ROWS = 60
 
@@ -107,10 +106,9 @@ def test_float32_meets_the_bound(family, size, dtype):
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,), (2, 0), (0, 3)])
 @pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_shapes(shape, size, solver):
+def test_shapes(shape, size):
     new = random_logits(*shape, size).requires_grad_()
-    projection = project(new, random_logits(*shape, size, seed=1), kl_bound=0.05, solver=solver)
+    projection = project(new, random_logits(*shape, size, seed=1), kl_bound=0.05)
     assert projection.log_probs.shape == (*shape, size)
     for name in ("multiplier", "kl_before", "kl_after", "projected", "iterations"):
         assert getattr(projection, name).shape == shape, name
@@ -161,8 +159,7 @@ def test_gradients_have_the_type_of_the_input_and_float32_accuracy(dtype):
 
 
 @pytest.mark.parametrize("size", [3, 6])
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_gradcheck(size, solver):
+def test_gradcheck(size):
     """Rows on both sides of the kink, none close to it."""
     old = random_logits(6, size, seed=7)
     new = (old + random_logits(6, size, seed=8)).requires_grad_()
@@ -170,7 +167,7 @@ def test_gradcheck(size, solver):
     factor = torch.tensor([0.1, 0.3, 0.7, 0.2, 1.5, 4.0], dtype=torch.float64)
 
     def log_probs(logits: torch.Tensor) -> torch.Tensor:
-        return project(logits, old, kl_bound=factor * kl_before, solver=solver).log_probs
+        return project(logits, old, kl_bound=factor * kl_before).log_probs
 
     # A step of 1e-5: the root is only met to about 1e-11, which finite differences divide by the step.
     assert torch.autograd.gradcheck(log_probs, new, eps=1e-5, atol=1e-6, rtol=1e-5)
@@ -217,14 +214,13 @@ def test_monotone_in_the_bound():
         previous, distance = projection, now
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_permutation_and_shift(solver):
+def test_permutation_and_shift():
     old, new = random_logits(30, 12, scale=2.0), random_logits(30, 12, seed=1, scale=2.0)
-    plain = project(new, old, kl_bound=0.03, solver=solver)
+    plain = project(new, old, kl_bound=0.03)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-    permuted = project(new[:, order], old[:, order], kl_bound=0.03, solver=solver)
+    permuted = project(new[:, order], old[:, order], kl_bound=0.03)
     torch.testing.assert_close(permuted.log_probs, plain.log_probs[:, order], rtol=0, atol=1e-8)
-    shifted = project(new + 7.0, old - 30.0, kl_bound=0.03, solver=solver)
+    shifted = project(new + 7.0, old - 30.0, kl_bound=0.03)
     torch.testing.assert_close(shifted.log_probs, plain.log_probs, rtol=0, atol=1e-8)
 
 
@@ -244,36 +240,31 @@ LOGITS = st.lists(
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(rows=LOGITS, exponent=st.floats(-3, 0), solver=st.sampled_from(list(SOLVERS)))
-def test_any_pair(rows, exponent, solver):
+@given(rows=LOGITS, exponent=st.floats(-3, 0))
+def test_any_pair(rows, exponent):
     old, new = np.array(rows).T.reshape(2, -1)
     assume(reference.is_finite_row(old) and reference.is_finite_row(new))
     kl_bound = 10.0**exponent
     row = reference.project(new, old, kl_bound)
     assume(abs(row.solution.kl_before - kl_bound) > 1e-9)
-    projection = project(tensor(new), tensor(old), kl_bound=kl_bound, solver=solver)
+    projection = project(tensor(new), tensor(old), kl_bound=kl_bound)
     assert bool(projection.projected) == row.solution.projected
     assert projection.kl_before.item() == pytest.approx(row.solution.kl_before, rel=1e-9, abs=1e-12)
-    if solver == "bracket" and row.solution.multiplier > 99:
-        return
     if row.solution.projected:
         after = true_kl(array(projection.log_probs)[None], old[None])[0]
-        assert after <= kl_bound + 1e-9
-        if solver == "newton" or kl_bound >= 0.01:
-            assert abs(after - kl_bound) <= 1e-9
+        assert abs(after - kl_bound) <= 1e-9
 
 
 @pytest.mark.parametrize("side", ["new", "old"])
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_rows_that_are_not_finite(side, solver):
+def test_rows_that_are_not_finite(side):
     old, new = random_logits(6, 5), random_logits(6, 5, seed=1)
-    clean = project(new, old, kl_bound=0.05, solver=solver)
+    clean = project(new, old, kl_bound=0.05)
     target = new if side == "new" else old
     target[1, 2] = math.nan
     target[2, 0] = math.inf
     target[3] = -math.inf
     logits = new.requires_grad_()
-    projection = project(logits, old, kl_bound=0.05, solver=solver)
+    projection = project(logits, old, kl_bound=0.05)
     assert projection.kl_before[1:4].isnan().all()
     assert projection.log_probs[1:4].isnan().all()
     fine = torch.tensor([0, 4, 5])
@@ -292,7 +283,6 @@ def test_rows_that_are_not_finite(side, solver):
         ("kl_bound", {"kl_bound": torch.tensor([0.1, math.nan])}),
         ("kl_bound", {"kl_bound": torch.tensor([0.1, 0.1, 0.1])}),
         ("kl_bound", {"kl_bound": torch.full((2, 2), 0.1)}),
-        ("solver.*newton, bracket.*newtn", {"solver": "newtn"}),
         ("old_log_probs", {"old_log_probs": torch.zeros(2, 5)}),
         ("old_log_probs", {"old_log_probs": torch.zeros(3, 4)}),
     ],

@@ -5,7 +5,6 @@ reading/test_vocabulary.py.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +18,14 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trust_region import reference
-from tests.trust_region.cases import FAMILIES, array, pairs, some, step_support, tensor
+from tests.trust_region.cases import FAMILIES, array, pairs, some, tensor
 from troll import LMHead, Logits, PackedPolicy, SparsePolicy, TrustRegionStep
 from troll.trust_region.policy import serialized
 from troll.trust_region.reading.source import LogitsSource
 
-TAILS: tuple[Any, ...] = ("bucket", "floor")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:tail='floor' sees divergences:UserWarning"),
-    pytest.mark.usefixtures("small_tiles"),
-]
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def sampled_tokens(logits: Tensor) -> Tensor:
@@ -102,17 +97,16 @@ def log_total(name: str, network: Network) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("threshold", [0.0, 1e-5])
-def test_equal_policies_have_ratio_one(name, tail, dtype, threshold):
+def test_equal_policies_have_ratio_one(name, dtype, threshold):
     smallest = 0.0
     for spread in (0.1, 1.0, 8.0, 30.0):
         for shift in (0.0, 60.0, -200.0):
             network = Network(spread, shift, dtype)
             source = SOURCES[name](network)
             old = troll.capture(source, network.token_ids, top_k=8, mass_threshold=threshold)
-            step = troll.trust_region_step(source, old, tail=tail)
+            step = troll.trust_region_step(source, old)
             assert_ratio_one(step, old, log_total(name, network))
             smallest = min(smallest, old.log_prob.min().item())
     assert smallest < -60, "tokens far below the floor too"
@@ -121,17 +115,13 @@ def test_equal_policies_have_ratio_one(name, tail, dtype, threshold):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["tensor", "head"])
 def test_equal_policies_have_ratio_one_however_they_were_read(name, dtype):
-    """Outcomes read before, for either tail; a capture of these; packed, as records, indexed and put together again."""
+    """Outcomes read before; a capture of these; packed, as records, indexed and put together again."""
     for spread in (0.1, 1.0, 8.0, 30.0):
         network = Network(spread, 60.0, dtype)
         source, total = SOURCES[name](network), log_total(name, network)
         old = troll.capture(source, network.token_ids, top_k=8)
         new = troll.log_probs_at(source, old.token_ids)
         assert_ratio_one(troll.trust_region_step(new, old), old, total)
-        whole = Logits(source) if isinstance(source, Tensor) else source
-        for_floor = troll.log_probs_at(source, step_support(whole, old.token_ids, network.token_ids, "floor", 1e-5))
-        step = troll.trust_region_step(for_floor, PackedPolicy.of(old).unpack(), tail="floor")
-        assert_ratio_one(step, old, total)
 
         # What such a capture drops is float32, while a step reads it from the tiles of a product in half precision.
         dropping = name == "tensor" or dtype != torch.bfloat16
@@ -148,16 +138,15 @@ def test_equal_policies_have_ratio_one_however_they_were_read(name, dtype):
             assert_ratio_one(again, old, total)
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_near_deterministic_and_degenerate_policies_have_ratio_one(family, tail):
+def test_near_deterministic_and_degenerate_policies_have_ratio_one(family):
     for size in (1, 2, 3, 33):
         logits = tensor(pairs(family, 60, size)[0])
         token_ids = sampled_tokens(logits)
         for dtype in (torch.float64, torch.float32):
             z = logits.to(dtype)
             old = troll.capture(z, token_ids, top_k=8)
-            step = troll.trust_region_step(z, old, tail=tail)
+            step = troll.trust_region_step(z, old)
             excluded = old.log_prob == -torch.inf  # any token, in "masked": no ratio
             assert not step.log_ratio[excluded].any()
             assert_ratio_one(some(step, ~excluded), old[~excluded], z.double().logsumexp(-1)[~excluded])
@@ -171,18 +160,17 @@ LOGIT = st.one_of(st.floats(-100, 100), st.sampled_from([0.0, 1.0, -27.6, -28.0,
     row=st.lists(LOGIT, min_size=1, max_size=12),
     top_k=st.integers(1, 13),
     threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.5]),
-    tail=st.sampled_from(TAILS),
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_any_policy_has_ratio_one_to_itself(row, top_k, threshold, tail, dtype, data):
+def test_any_policy_has_ratio_one_to_itself(row, top_k, threshold, dtype, data):
     z = torch.tensor([row], dtype=torch.float64).to(dtype)
     assume(reference.is_finite_row(array(z[0])))
     allowed = [v for v in range(len(row)) if z[0, v] > -torch.inf]
     token_ids = torch.tensor([data.draw(st.sampled_from(allowed))])
     old = troll.capture(z, token_ids, top_k=top_k, mass_threshold=threshold)
     leaf = z.clone().requires_grad_()
-    step = troll.trust_region_step(leaf, old, tail=tail)
+    step = troll.trust_region_step(leaf, old)
     assert_ratio_one(step, old, z.double().logsumexp(-1))
     (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
     assert gradient.isfinite().all()
@@ -210,9 +198,8 @@ def two_paths(dtype: torch.dtype) -> tuple[dict[str, LogitsSource], Tensor, Tens
     return paths, sampled_tokens(logits.double()), hidden.abs().double() @ weight.abs().double().t()
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dtype, tail):
+def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dtype):
     """The ratio is 1 up to what the two products may differ by, of o's logit and of any other in the total."""
     paths, token_ids, size = two_paths(dtype)
     # A float32 sum of H products is off by at most H · 2⁻²⁴ · |h| |w|, on either path.
@@ -226,7 +213,7 @@ def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dty
     for before in paths.values():
         old = troll.capture(before, token_ids, top_k=16)
         for now in paths.values():
-            step = troll.trust_region_step(now, old, tail=tail)
+            step = troll.trust_region_step(now, old)
             assert (step.log_ratio.abs() <= within(1) * limit).all()
             assert not step.projected.any()
             largest = max(largest, (step.log_ratio.abs() / limit).max().item())
@@ -277,7 +264,7 @@ def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path, dtyp
         old_row, new_row = (row.astype(np.float32).astype(np.float64) for row in at(log_p, move, others))
         row = reference.capture(old_row, 0, 6, 0.0)
         assert row.log_prob == pytest.approx(log_p, abs=1e-4)  # its logits are rounded to float32
-        expected = reference.step(new_row, row, kl_bound, "bucket")
+        expected = reference.step(new_row, row, kl_bound)
         old = troll.capture(tensor(old_row[None], dtype), torch.tensor([0]), mass_threshold=0.0)
         leaf = tensor(new_row[None], dtype).requires_grad_()
         step = troll.trust_region_step(*by(path, leaf, old), kl_bound)
@@ -302,7 +289,7 @@ def test_a_tail_that_moves_as_one_is_the_formula_on_dense_outcomes(log_p):
     for move, others in moves(log_p):
         old_row, new_row = (np.append(row, [-6.0, -6.5] * 4) for row in at(log_p, move, others))
         new_row[6:] += 0.8
-        dense = reference.step(new_row, reference.capture(old_row, 0, 14, 0.0), 0.05, "bucket")
+        dense = reference.step(new_row, reference.capture(old_row, 0, 14, 0.0), 0.05)
         old = troll.capture(tensor(old_row[None]), torch.tensor([0]), top_k=6, mass_threshold=0.0)
         assert sorted(old.token_ids[0].tolist()) == list(range(6))
         leaf = tensor(new_row[None]).requires_grad_()
@@ -316,7 +303,7 @@ def test_a_tail_that_moves_as_one_is_the_formula_on_dense_outcomes(log_p):
 def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: reference.StepRow) -> float:
     """Eight roundings of the numbers on the way; and where projected, what an error of 1e-4 · ε in KL moves.
 
-    (The solver stops at 2e-5 · ε, and KL itself is rounded.)
+    (The search stops at 2e-5 · ε, and KL itself is rounded.)
     """
     largest = max(1.0, abs(row.log_prob), abs(expected.log_prob), float(np.abs(new_row).max()))
     rounding = 8 * 2.0**-23 * largest
@@ -332,26 +319,25 @@ def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: referenc
 # Continuity at the bound
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("log_p", LOG_PROBS[1:])
 @pytest.mark.parametrize("move", [0.5, -1.6, 10.0, -10.0])
-def test_the_ratio_is_continuous_at_the_bound(log_p, move, tail):
+def test_the_ratio_is_continuous_at_the_bound(log_p, move):
     """Just inside and just outside, the ratio is the same to first order: for a token below the floor too."""
     old_row, new_row = at(log_p, move, (0.0, 1.0))
     row = reference.capture(old_row, 0, 6, 0.0)
     old = troll.capture(tensor(old_row[None]), torch.tensor([0]), mass_threshold=0.0)
     z = tensor(new_row[None])
-    kl = troll.trust_region_step(z, old, math.inf, tail=tail).kl_before.item()
-    outcomes = reference.outcomes_of(new_row, row, tail)
+    kl = troll.trust_region_step(z, old, math.inf).kl_before.item()
+    outcomes = reference.bucket_outcomes(new_row, row)
     s = outcomes.log_new - outcomes.log_old
     mean, variance = reference.moments(outcomes.log_new, s)
     for dtype, step_size in ((torch.float64, 1e-6), (torch.float32, 1e-3)):
         policy = old.to(dtype)
-        inside = troll.trust_region_step(z.to(dtype), policy, kl * (1 + step_size), tail=tail)
-        outside = troll.trust_region_step(z.to(dtype), policy, kl * (1 - step_size), tail=tail)
+        inside = troll.trust_region_step(z.to(dtype), policy, kl * (1 + step_size))
+        outside = troll.trust_region_step(z.to(dtype), policy, kl * (1 - step_size))
         assert (bool(inside.projected), bool(outside.projected)) == (False, True)
-        # ∂(log ratio)/∂ε = (s_o − μ)/(τ σ²) at τ = 1, with o's own s: raw in "bucket".
-        own = s[row.slot] if tail == "floor" else inside.log_ratio.item()
+        # ∂(log ratio)/∂ε = (s_o − μ)/(τ σ²) at τ = 1, with o's own s: raw.
+        own = inside.log_ratio.item()
         first_order = abs(own - mean) / variance * kl * step_size
         rounding = 8 * torch.finfo(dtype).eps * max(1.0, abs(log_p - 10)) * (1 + abs(own - mean) / variance)
         difference = abs(outside.log_ratio.item() - inside.log_ratio.item())
@@ -379,54 +365,6 @@ def test_a_projected_token_with_a_sampled_token_below_the_floor(log_p, wrong, dt
     step = troll.trust_region_step(source, old)
     assert bool(step.projected)
     assert 0.6 < step.log_ratio.exp().item() < 0.7
-    expected = reference.step(new_row, row, 0.05, "bucket")
+    expected = reference.step(new_row, row, 0.05)
     tolerance = 1e-8 if dtype == torch.float64 else float32_error(new_row, row, expected)
     assert step.log_ratio.item() == pytest.approx(expected.log_ratio, abs=tolerance)
-    # With the floor both policies hold 1e-12 there, and only A(τ) is left.
-    floor = troll.trust_region_step(source, old, tail="floor").log_ratio.item()
-    assert floor == pytest.approx(reference.step(new_row, row, 0.05, "floor").log_ratio, abs=tolerance)
-
-
-# The floor says where it sees what is not there
-
-
-def outside_mass(mass: float, rows: int) -> tuple[Tensor, SparsePolicy]:
-    """Of which so much is outside the four tokens that are kept, in the first of the rows, and 1e-6 in the others."""
-    masses = torch.full((rows, 1), 1e-6, dtype=torch.float64)
-    masses[0] = mass
-    logits = torch.cat([(1 - masses).log().expand(-1, 4) - math.log(4), masses.log().expand(-1, 96) - math.log(96)], -1)
-    old = troll.capture(logits, torch.zeros(rows, dtype=torch.int64), top_k=4, mass_threshold=0.0)
-    torch.testing.assert_close(old.tail_log_prob.exp(), masses[:, 0])
-    return logits, old
-
-
-def test_floor_warns_where_more_than_a_thousandth_is_outside():
-    logits, old = outside_mass(1.1e-3, 5)
-    message = "tail='floor' sees divergences that do not exist: at some tokens more than 0.001 .* its 4 tokens"
-    with pytest.warns(UserWarning, match=message) as caught:
-        troll.trust_region_step(logits, old, tail="floor")
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_floor_does_not_warn_otherwise():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        logits, old = outside_mass(0.9e-3, 5)
-        troll.trust_region_step(logits, old, tail="floor")
-        logits, old = outside_mass(0.5, 5)
-        troll.trust_region_step(logits, old, tail="bucket")
-
-
-def test_what_the_warning_warns_of():
-    """Half of the mass is outside, and the policies differ by 0.001: the floor sees 150 times that, and projects."""
-    generator = torch.Generator().manual_seed(0)
-    old_logits = torch.randn(50, 2000, generator=generator, dtype=torch.float64)
-    new_logits = old_logits + 0.045 * torch.randn(50, 2000, generator=generator, dtype=torch.float64)
-    log_old, log_new = (torch.log_softmax(x, -1) for x in (old_logits, new_logits))
-    true_kl = (log_new.exp() * (log_new - log_old)).sum(-1)
-    old = troll.capture(old_logits, old_logits.argmax(-1), top_k=64, mass_threshold=0.0)
-    assert old.tail_log_prob.exp().mean() > 0.5
-    bucket, floor = (troll.trust_region_step(new_logits, old, tail=tail) for tail in TAILS)
-    assert true_kl.mean().item() == pytest.approx(1e-3, rel=0.1)
-    assert (bucket.kl_before <= true_kl).all()
-    assert floor.kl_before.mean() > 20 * true_kl.mean()

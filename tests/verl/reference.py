@@ -19,7 +19,7 @@ from troll import Constraint, SparsePolicy, trust_region_step
 from troll import capture as troll_capture
 from troll.trust_region.dual import tolerance as solver_tolerance
 from troll.trust_region.policy.serialized import from_records
-from troll.trust_region.step import Pull, Tail
+from troll.trust_region.step import Pull
 
 #: Terms of the network's longest sums: its MLPs are as wide.
 LONGEST_SUM = 64
@@ -34,7 +34,6 @@ class Settings:
     pull: Pull = "projection"
     top_k: int = 12
     mass_threshold: float = 1e-3
-    tail: Tail = "bucket"
     constraint: str = "token"
     ratio_level: str = "token"
     loss_agg_mode: str = "token-mean"
@@ -120,7 +119,7 @@ def update(
         mask = torch.cat([sample.mask for sample in batch]).bool()
         everything = SparsePolicy.cat(policies)
         constraint = _constraint(batch, settings, mask)
-        options: dict[str, Any] = {"tail": settings.tail, "constraint": constraint, "pull": settings.pull}
+        options: dict[str, Any] = {"constraint": constraint, "pull": settings.pull}
         step = trust_region_step(torch.cat(logits), everything, settings.kl_bound, **options)
         for name in ("kl_before", "kl_after", "multiplier", "projected", "regression"):
             statistics.setdefault(name, []).append(getattr(step, name).detach()[mask])

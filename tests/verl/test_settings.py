@@ -64,7 +64,7 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
     settings = config.policy_loss
     assert (settings.loss_mode, settings.kl_bound, settings.regression_weight) == ("troll", 0.05, 1.0)
     assert settings.regression_target is None
-    assert (settings.top_k, settings.mass_threshold, settings.tail) == (64, 1e-5, "bucket")
+    assert (settings.top_k, settings.mass_threshold) == (64, 1e-5)
     assert (settings.constraint, settings.ratio_level, settings.anchor) == ("token", "token", "old")
     assert config.engine.strategy == "troll_fsdp2"
     assert config.engine.trust_region is settings
@@ -73,7 +73,7 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
 
 def test_the_command_line_sets_everything() -> None:
     values: dict[str, Any] = {"kl_bound": math.inf, "pull": "proximal", "regression_weight": 0.5}
-    values |= {"regression_target": 0.01, "top_k": 7, "mass_threshold": 1e-3, "tail": "floor"}
+    values |= {"regression_target": 0.01, "top_k": 7, "mass_threshold": 1e-3}
     values |= {"constraint": "batch", "ratio_level": "sequence"}
     settings = actor(*policy_loss(*(f"{name}={value}" for name, value in values.items()))).policy_loss
     assert {name: getattr(settings, name) for name in values} == values
@@ -118,7 +118,6 @@ REFUSED = {
     "top_k=0": r"top_k must be an integer of at least 1, got 0",
     "mass_threshold=1": r"mass_threshold must be .*\[0, 1\)",
     "pull=old": r"policy_loss\.pull must be one of projection, proximal, got 'old'",
-    "tail=none": r"tail must be one of bucket, floor, got 'none'",
     "constraint=group": r"policy_loss\.constraint must be one of token, sequence, batch, got 'group'",
     "ratio_level=turn": r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'",
     "anchor=new": r"policy_loss\.anchor must be one of old, rollout, got 'new'",
@@ -138,8 +137,6 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     (*REPORTED, f"{ROLLOUT}.logprobs_mode=raw_logprobs"): "logprobs_mode=processed_logprobs",
     (*REPORTED, f"{ROLLOUT}.name=sglang"): r"rollout\.name=vllm",
     (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
-    (*REPORTED, f"{ROLLOUT}.top_p=0.9", *policy_loss("tail=floor")): "tail=bucket",
-    (*REPORTED, f"{ROLLOUT}.top_k=20", *policy_loss("tail=floor")): "tail=bucket",
     (f"{ROLLOUT}.top_p=0.9", "algorithm.use_kl_in_reward=true"): r"actor\.use_kl_loss=True instead",
     (
         ADAPTIVE,

@@ -41,7 +41,6 @@ from tests.verl.actor import (
 #: Settings of the trust region that every number of processes has to train alike.
 CASES: dict[str, dict[str, Any]] = {
     "token": {},
-    "floor": {"tail": "floor"},
     "sequence": {"constraint": "sequence"},
     "batch": {"constraint": "batch"},
     "gspo": {"ratio_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
@@ -166,7 +165,7 @@ def _sequence_parallel(model: Path) -> dict[str, Any]:
     ]
     actor = Actor(configuration(model, *overrides))
     found: dict[str, Any] = {}
-    for name in ("token", "floor", "sequence", "batch"):
+    for name in ("token", "sequence", "batch"):
         actor.reset(**CASES[name])
         batch = as_batch(rollout())
         scores = actor.infer(batch, calculate_entropy=True)

@@ -17,10 +17,10 @@ from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.projection import broadcast_bound
 from troll.trust_region.reading.capture import capture as capture_of_source
-from troll.trust_region.reading.capture import capture_kept, union_support
+from troll.trust_region.reading.capture import capture_kept
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.read import read
-from troll.trust_region.step import Pull, Tail, TrustRegionStep
+from troll.trust_region.step import Pull, TrustRegionStep
 from troll.trust_region.step import trust_region_step as step_of_policy
 
 
@@ -93,8 +93,6 @@ def trust_region_step(
     *,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
-    tail: Tail = "bucket",
-    solver: str = "newton",
     constraint: Constraint | None = None,
     pull: Pull = "projection",
     entropy: bool = False,
@@ -107,12 +105,10 @@ def trust_region_step(
         input_ids: The tokens of B sequences, (B, L).
         labels: (B, L), −100 where a token does not count.
         old: The old policy, (B, L − 1), of the same labels.
-        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (B, L − 1). This argument, `tail`, `solver`,
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (B, L − 1). This argument,
             `constraint`, `pull` and `entropy` are those of [trust_region_step][troll.trust_region_step].
         attention_mask: (B, L); None for no padding.
         temperature: The sampling temperature, as in the capture.
-        tail: "bucket" makes the tail one more outcome with its exact mass; "floor" follows the paper's code.
-        solver: "newton", or "bracket", the paper's search.
         constraint: Groups of the (B, L − 1) tokens that share one multiplier; None gives each its own.
         pull: The form of the step's `regression`: "projection" or "proximal".
         entropy: Whether the step's `entropy` is computed.
@@ -144,14 +140,13 @@ def trust_region_step(
         at,
         targets.shape[1],
         counted,
-        tail,
         temperature=temperature,
         entropy=entropy,
         input_ids=input_ids,
         attention_mask=attention_mask,
         **model_inputs,
     )
-    step = step_of_policy(new, counted, kl_bound, tail=tail, solver=solver, constraint=constraint, pull=pull)
+    step = step_of_policy(new, counted, kl_bound, constraint=constraint, pull=pull)
     return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in vars(step).items() if x is not None})
 
 
@@ -248,7 +243,6 @@ def read_tokens(
     at: tuple[Tensor, ...],
     length: int,
     old: SparsePolicy,
-    tail: Tail,
     *,
     temperature: float,
     entropy: bool,
@@ -266,7 +260,6 @@ def read_tokens(
         at: The row of each token and its place among the row's last T, (N,) and (N,).
         length: T, the tokens of each row in which the sampled ones are.
         old: The old policy of the N tokens, (N,).
-        tail: "bucket" or "floor".
         temperature: The sampling temperature, by which logits are divided.
         entropy: Whether the entropy over the vocabulary is read.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
@@ -275,8 +268,6 @@ def read_tokens(
 
     def read_new(head: LMHead, sampled: Tensor) -> tuple[Tensor | None, ...]:
         ids = old.token_ids.to(sampled.device)
-        if tail == "floor":
-            ids = union_support(head, ids, sampled, old.mass_threshold)
         new = read(head, ids, entropy=entropy)
         return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
 

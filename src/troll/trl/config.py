@@ -19,9 +19,8 @@ from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
-from troll.trust_region.dual import SOLVERS
 from troll.trust_region.policy.truncation import Truncation
-from troll.trust_region.step import PULLS, TAILS, Pull, Tail
+from troll.trust_region.step import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
 
@@ -150,9 +149,6 @@ class TrollConfig(GRPOConfig):
         support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling). With
             `truncated_ratio`, all tokens of the sampler's kept set are kept.
         mass_threshold: δ: fewer than `support_top_k` tokens are kept where they already cover 1 − δ of the mass.
-        tail: How the tokens that are not kept count: "bucket" makes them one more outcome with their exact mass;
-            "floor" gives each the probability 1e-12, as the paper's code does.
-        solver: How the multiplier of a token is found: "newton", or "bracket", the paper's search.
         disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: with dropout, the network
             would differ between scoring and update, and the difference would be projected.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
@@ -212,8 +208,6 @@ class TrollConfig(GRPOConfig):
     regression_target: float | None = None
     support_top_k: int = 64
     mass_threshold: float = 1e-5
-    tail: Tail = "bucket"
-    solver: str = field(default="newton", metadata={"choices": list(SOLVERS)})
     disable_dropout: bool = True
     constraint: Scope = "token"
     constraint_reduction: Reduction = "mean"
@@ -376,11 +370,6 @@ class TrollConfig(GRPOConfig):
 
     def _check_generation(self) -> None:
         """Checks that the settings of generation go together."""
-        if self.truncation is not None and self.tail == "floor":
-            raise ValueError(
-                "tail='floor' compares whole vocabularies, and ratios are on the tokens that top_p, top_k or min_p "
-                "keep: set tail='bucket', or truncated_ratio=False"
-            )
         if self.rollout_dtype not in ROLLOUT_DTYPES:
             known = " or ".join(repr(name) for name in ROLLOUT_DTYPES if name)
             raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
@@ -428,9 +417,7 @@ class TrollConfig(GRPOConfig):
     def _check_values(self) -> None:
         choices: dict[str, Collection[str]] = {
             "surrogate": SURROGATES,
-            "tail": TAILS,
             "pull": PULLS,
-            "solver": SOLVERS,
             "constraint": CONSTRAINTS,
             "constraint_reduction": REDUCTIONS,
             "anchor": get_args(Anchor),

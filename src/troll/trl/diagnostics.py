@@ -77,7 +77,7 @@ class Diagnostics:
         A rollout with images is skipped, since the images are not passed on.
         """
         self._probe = None
-        if self._args.tail != "bucket" or self._args.anchor != "old":
+        if self._args.anchor != "old":
             return
         # Images may be on some processes only, and all have to read the probe, or none.
         if any(gather_object(["pixel_values" in rolled_out])):
@@ -108,14 +108,12 @@ class Diagnostics:
         """
         old, new = tokens.old, tokens.new
         assert old is not None and new is not None
-        token_kl = old_to_new_kl(new, old, self._args.tail)
+        token_kl = old_to_new_kl(new, old)
         log_ratio, counts = tokens.log_ratio, mask[scored]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
         if self._trainer.surrogate.projects:
-            tally += dual_report(
-                new, old, counts, tokens.kl_bound, self._args.tail, self._args.solver, tokens.constraint
-            )
+            tally += dual_report(new, old, counts, tokens.kl_bound, tokens.constraint)
         probe, update = self._probe, self._trainer.state.global_step
         if probe is not None and self._probed_update != update:
             self._probed_update = update

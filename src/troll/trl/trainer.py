@@ -308,7 +308,6 @@ class TrollTrainer(GRPOTrainer):
                 at,
                 scored.shape[1],
                 old,
-                self.args.tail,
                 temperature=self.temperature,
                 entropy=True,
                 head_in_float32=self.args.cast_lm_head_to_fp32,
@@ -345,7 +344,7 @@ class TrollTrainer(GRPOTrainer):
         step = terms.step
         if step is None:
             with torch.no_grad():
-                step = trust_region_step(tokens.new, tokens.old, torch.inf, tail=self.args.tail)
+                step = trust_region_step(tokens.new, tokens.old, torch.inf)
         self.monitor.observe(step, tokens.old, mask)
 
     def _reference_kl_correction(

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice, check_mask_fits, check_shape, shape_text
+from troll.trust_region.checks import check_mask_fits, check_shape, shape_text
 from troll.trust_region.constraint import Constraint
-from troll.trust_region.dual import SOLVERS
+from troll.trust_region.dual import newton
 from troll.trust_region.metrics import Tally, counted, distribution, largest, quantiles, total
 from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float, divergence, floored
 from troll.trust_region.projection import broadcast_bound, outside_ball
-from troll.trust_region.step import TAILS, Tail, common_outcomes, pull_to_old
+from troll.trust_region.step import common_outcomes, pull_to_old
 
 
 @torch.no_grad()
@@ -136,23 +136,20 @@ def tail_report(gap: TailGap, mask: Tensor) -> Tally:
 
 
 @torch.no_grad()
-def old_to_new_kl(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> Tensor:
+def old_to_new_kl(new: PolicyOnSupport, old: SparsePolicy) -> Tensor:
     """KL(p ‖ p̃) over the outcomes that the step compares, in nats; both policies floored at 1e-12.
 
     Args:
-        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] at the tokens that the step reads: the old policy's,
-            followed, with "floor", by those of the new policy's support.
+        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] at the old policy's tokens.
         old: p, at the same positions.
-        tail: "bucket" or "floor", as in the step.
 
     Returns:
         (...), at least 0.
 
     Raises:
-        ValueError: If the new policy was read at other tokens, or `tail` is unknown.
+        ValueError: If the new policy was read at other tokens.
     """
-    check_choice("tail", tail, TAILS)
-    return pull_to_old(common_outcomes(new, old, tail))
+    return pull_to_old(common_outcomes(new, old))
 
 
 @torch.no_grad()
@@ -161,8 +158,6 @@ def dual_report(
     old: SparsePolicy,
     mask: Tensor,
     kl_bound: float | Tensor = 0.05,
-    tail: Tail = "bucket",
-    solver: str = "newton",
     constraint: Constraint | None = None,
 ) -> Tally:
     """Solves the dual problem again, and reports how hard it was.
@@ -174,9 +169,7 @@ def dual_report(
         new: p̃ at (...), as for [old_to_new_kl][troll.diagnostics.old_to_new_kl].
         old: p, at the same positions.
         mask: (...), true (or 1) where a token counts.
-        kl_bound: ε, in nats, as in the step; so are `tail` and `solver`.
-        tail: "bucket" or "floor".
-        solver: "newton" or "bracket".
+        kl_bound: ε, in nats, as in the step.
         constraint: Groups of tokens that share a multiplier, as in the step; if it spans processes, all of them must
             call this function.
 
@@ -187,13 +180,11 @@ def dual_report(
         `|KL(q ‖ p)/ε − 1|`.
 
     Raises:
-        ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown tail or solver.
+        ValueError: On positions that are not those of the mask, or ε ≤ 0.
     """
-    check_choice("tail", tail, TAILS)
     check_mask_fits(mask, new=new.tail_logit, old=old.tail_log_prob)
-    check_choice("solver", solver, SOLVERS)
     counts = mask.bool()
-    log_new, log_old, present = (x[counts] for x in common_outcomes(new, old, tail))
+    log_new, log_old, present = (x[counts] for x in common_outcomes(new, old))
     bound = broadcast_bound(kl_bound, mask.shape, log_new)[counts]
     if constraint is not None:
         constraint = constraint.flat(mask.shape)[counts.reshape(-1)]
@@ -202,7 +193,7 @@ def dual_report(
 
     outside = outside_ball(kl, bound, constraint)
     log_old, s, bound = log_old[outside.row_index], s[outside.row_index], outside.root_bound
-    root = SOLVERS[solver](outside.curve(log_old, s), bound)
+    root = newton(outside.curve(log_old, s), bound)
     at_root = outside.curve(log_old, s)
     at_root.at(root.tau)  # the second time, s is centred where rounding is least
     kl, variance = at_root.at(root.tau)

@@ -1,25 +1,18 @@
 """The dual problem: the root of a monotone scalar function, for each token or each group of tokens that share one.
 
 The projected policy is `q ∝ p e^{τ s}` with `s = log p̃ − log p` and `τ = 1/(1 + η) ∈ (0, 1)`. Its divergence
-`KL(τ) = KL(q ‖ p)` grows from 0 at `τ = 0` to `KL(p̃ ‖ p)` at `τ = 1`, and a solver finds where it meets the
-bound. A solver sees KL(τ) as a `Curve`, which hides whether a root belongs to one token or to several. To add a solver,
-write a function with the signature of `newton` and name it in `SOLVERS`.
+`KL(τ) = KL(q ‖ p)` grows from 0 at `τ = 0` to `KL(p̃ ‖ p)` at `τ = 1`, and `newton` finds where it meets the bound.
+It sees KL(τ) as a `Curve`, which hides whether a root belongs to one token or to several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from troll.trust_region.probabilities import divergence
-
-#: Range and resolution of the paper's search for the multiplier η.
-BRACKET_RANGE = (1e-7, 1e2)
-BRACKET_POINTS = 8
-BRACKET_ROUNDS = 20
 
 #: A safety limit: `newton` needs 3 to 5 evaluations in the median, and 13 in the worst case seen.
 MAX_EVALUATIONS = 64
@@ -59,7 +52,7 @@ class Root(NamedTuple):
     evaluations: Tensor
     """Evaluations of KL(τ) spent on each root (int64), in addition to that at τ = 1."""
     bisections: Tensor
-    """Unsafe Newton steps that a bisection replaced (int64); 0 for other solvers."""
+    """Unsafe Newton steps that a bisection replaced (int64)."""
 
 
 def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
@@ -86,9 +79,9 @@ def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
 
 
 class Curve(Protocol):
-    """The function KL(τ) of R roots, the interface between a problem and a solver.
+    """The function KL(τ) of R roots, the interface between a problem and `newton`.
 
-    A solver narrows its curve, in place, to the roots that it has not found yet, so a curve can be used only once.
+    `newton` narrows its curve, in place, to the roots that it has not found yet, so a curve can be used only once.
     """
 
     def at(self, tau: Tensor) -> Moments:
@@ -141,7 +134,7 @@ class TokenCurve:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest |log KL(τ) − log ε| at which a solver stops."""
+    """The largest |log KL(τ) − log ε| at which the search stops."""
     # Both are well above the rounding error of `tilt`, and well below the error that the caller allows: 1e-3 · ε in
     # float32, 1e-9 in float64.
     return 2e-5 if dtype == torch.float32 else 1e-11
@@ -202,42 +195,3 @@ def _first_guess(curve: Curve, kl_bound: Tensor) -> Tensor:
     from_one = torch.exp(torch.log(kl_bound / at_one.kl) * at_one.kl / at_one.variance)
     through_one = torch.sqrt(kl_bound / at_one.kl)
     return torch.stack([from_zero, from_one, through_one]).nan_to_num(0.5).median(0).values
-
-
-def bracket(curve: Curve, kl_bound: Tensor) -> Root:
-    """The paper's n-ary bracketing of the multiplier, kept as the reference and for comparison.
-
-    Each round evaluates 8 values of η, equally spaced on a log scale, and keeps the interval that holds the root; at
-    most 20 rounds, `η ∈ [1e-7, 1e2]`. Returns the feasible end (KL ≤ ε) of the interval. If even `η = 1e2` does not
-    meet the bound, it returns that η. Arguments as for `newton`.
-    """
-    low = torch.full_like(kl_bound, BRACKET_RANGE[0]).log()
-    high = torch.full_like(kl_bound, BRACKET_RANGE[1]).log()
-    active = torch.arange(kl_bound.numel(), device=kl_bound.device)
-    root = Root(torch.ones_like(kl_bound), torch.zeros_like(active), torch.zeros_like(active))
-    fractions = torch.linspace(0, 1, BRACKET_POINTS + 2, dtype=kl_bound.dtype, device=kl_bound.device)[1:-1]
-
-    for _ in range(BRACKET_ROUNDS):
-        root.evaluations[active] += BRACKET_POINTS
-        bottom, width, converged = low, high - low, torch.zeros_like(kl_bound, dtype=torch.bool)
-        for fraction in fractions:
-            # Roots that have converged keep their values, and the curve its center, until the round ends.
-            log_eta = torch.where(converged, high, bottom + fraction * width)
-            at = curve.at(1 / (1 + log_eta.exp()))
-            feasible = at.kl <= kl_bound
-            high = torch.where(feasible & (log_eta < high) & ~converged, log_eta, high)
-            low = torch.where(~feasible & (log_eta > low) & ~converged, log_eta, low)
-            converged |= feasible & (at.kl >= kl_bound * (1 - tolerance(kl_bound.dtype)))
-        root.tau[active] = 1 / (1 + high.exp())
-        going = (~converged).nonzero().squeeze(-1)
-        if going.numel() == 0:
-            break
-        if going.numel() < active.numel():
-            curve.narrow(going)
-            low, high, kl_bound, active = (x[going] for x in (low, high, kl_bound, active))
-    return root
-
-
-Solver = Callable[[Curve, Tensor], Root]
-
-SOLVERS: dict[str, Solver] = {"newton": newton, "bracket": bracket}

@@ -8,7 +8,7 @@ Where `KL(p̃ ‖ p) ≤ ε`, the new policy is its own projection. Elsewhere q 
 
     log q  =  log p + τ s − A(τ),     s = log p̃ − log p,     A(τ) = log Σ p e^{τ s},     τ = 1/(1 + η),
 
-at the one τ in (0, 1) where `KL(q ‖ p) = ε`; `dual` finds this root. The solver is not differentiated: the gradient
+at the one τ in (0, 1) where `KL(q ‖ p) = ε`; `dual` finds this root. The search is not differentiated: the gradient
 follows from the conditions of Karush, Kuhn and Tucker, see [project][troll.project].
 """
 
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import Constraint, SharedCurve
-from troll.trust_region.dual import SOLVERS, TokenCurve, tilt
+from troll.trust_region.dual import TokenCurve, newton, tilt
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.probabilities import as_float, divergence, floored
@@ -43,7 +42,7 @@ class Projection:
         kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
         kl_after: KL(q ‖ p), (...), in nats.
         projected: (...) bool, true where q differs from p̃.
-        iterations: Evaluations of KL(τ) that the solver needed, (...) int64, without the one at τ = 1 that decides
+        iterations: Evaluations of KL(τ) that the search needed, (...) int64, without the one at τ = 1 that decides
             whether to project; 0 where not projected.
     """
 
@@ -59,7 +58,6 @@ def project(
     new_log_probs: Tensor | PolicyOnSupport | SparsePolicy,
     old_log_probs: Tensor | PolicyOnSupport | SparsePolicy,
     kl_bound: float | Tensor = 0.05,
-    solver: str = "newton",
     constraint: Constraint | None = None,
 ) -> Projection:
     r"""Solves `min_q KL(q ‖ p̃)` subject to `KL(q ‖ p) ≤ ε` for every token (arXiv 2510.03817).
@@ -82,12 +80,11 @@ def project(
         old_log_probs: p, in the same form; two policies share one support: `log_probs_at(logits, old.token_ids)`.
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). Infinity never projects. In float32 the
             bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller bounds.
-        solver: "newton", or "bracket", the paper's search, which reaches only ε ≥ 0.01.
         constraint: Groups of the tokens (...) that share one η and one bound, the weighted mean of their bounds; None
             gives each token its own.
 
     Raises:
-        ValueError: If shapes do not fit, ε ≤ 0 or NaN, or the solver is unknown.
+        ValueError: If shapes do not fit, or ε ≤ 0 or NaN.
     """
     if isinstance(new_log_probs, Tensor) and isinstance(old_log_probs, Tensor):
         if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
@@ -108,7 +105,7 @@ def project(
 
     shape = new.shape[:-1]
     outcomes = CommonOutcomes(floored(new, present), floored(old, present), present)
-    found = project_tokens(outcomes, new.new_zeros(shape), kl_bound, solver, constraint)
+    found = project_tokens(outcomes, new.new_zeros(shape), kl_bound, constraint)
     # Tokens that are not projected are not floored either.
     new = torch.where(found.broken.unsqueeze(-1), torch.nan, new.reshape(-1, new.shape[-1]))
     return Projection(
@@ -155,7 +152,6 @@ def project_tokens(
     outcomes: CommonOutcomes,
     sampled_s: Tensor,
     kl_bound: float | Tensor,
-    solver: str,
     constraint: Constraint | None,
 ) -> TokenProjection:
     """Projects policies on the same outcomes, (..., M); the other arguments are those of [project][troll.project].
@@ -164,9 +160,8 @@ def project_tokens(
     floored. Only `log_ratio` depends on it.
 
     Raises:
-        ValueError: If the bound or the constraint does not fit, or the solver is unknown.
+        ValueError: If the bound or the constraint does not fit.
     """
-    check_choice("solver", solver, SOLVERS)
     shape = outcomes.new.shape[:-1]
     bound = broadcast_bound(kl_bound, shape, outcomes.new).reshape(-1)
     new, old, present = (x.reshape(-1, x.shape[-1]) for x in outcomes)
@@ -186,7 +181,7 @@ def project_tokens(
     # If there are roots, not tokens: a process without tokens outside must still join the sums of a shared constraint.
     if outside.root_bound.numel():
         log_q, ratio, tau, kl, evaluations = _OntoBall.apply(
-            log_q, old[row_index], s[row_index], sampled_s[row_index], outside, solver
+            log_q, old[row_index], s[row_index], sampled_s[row_index], outside
         )
         log_ratio = log_ratio.index_copy(0, row_index, ratio)
         projected[row_index], multiplier[row_index] = True, (1 - tau) / tau
@@ -261,10 +256,10 @@ class _OntoBall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, new: Tensor, old: Tensor, s: Tensor, sampled_s: Tensor, outside: OutsideBall, solver: str
+        ctx: Any, new: Tensor, old: Tensor, s: Tensor, sampled_s: Tensor, outside: OutsideBall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         curve, constraint = outside.curve(old, s), outside.constraint
-        root = SOLVERS[solver](curve, outside.root_bound)
+        root = newton(curve, outside.root_bound)
         tau, evaluations = root.tau, root.evaluations
         if constraint is not None:
             tau, evaluations = tau[constraint.group], evaluations[constraint.group]
@@ -296,4 +291,4 @@ class _OntoBall(torch.autograd.Function):
         along = along.nan_to_num(0.0, 0.0, 0.0).to(grad.dtype).unsqueeze(-1)
         total = (grad.sum(-1) + grad_ratio).unsqueeze(-1)
         grad_s = tau.unsqueeze(-1) * (grad - q * (total + along * centered))
-        return grad_s, None, None, tau * grad_ratio, None, None
+        return grad_s, None, None, tau * grad_ratio, None

@@ -6,7 +6,6 @@ With Triton, everything after the reading is one program for each token: `step_t
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,25 +14,18 @@ from torch import Tensor
 
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import Constraint
-from troll.trust_region.dual import SOLVERS
 from troll.trust_region.kernels import use_triton
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.truncation import kept_or_not
-from troll.trust_region.probabilities import LOG_FLOOR, as_float, divergence, floored
+from troll.trust_region.probabilities import as_float, divergence, floored
 from troll.trust_region.projection import CommonOutcomes, TokenProjection, project_tokens
-from troll.trust_region.reading.capture import union_support
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import LogitsSource
 
-Tail = Literal["bucket", "floor"]
 Pull = Literal["projection", "proximal"]
-TAILS: tuple[Tail, ...] = get_args(Tail)
 PULLS: tuple[Pull, ...] = get_args(Pull)
-
-#: With more mass than this outside its support, a policy is too flat for `tail="floor"`.
-FLOORED_MASS = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +41,7 @@ class TrustRegionStep:
             also with a truncated old policy: subtract `kept_log_mass` to compare it with the old `log_prob`.
         kl_before: KL(p̃ ‖ p). Where the logits are no distribution this is NaN, like all other fields except
             `projected`.
-        kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
+        kl_after: KL(q ‖ p): ε where projected, to the precision of the search. Where tokens share a constraint, the
             bound is on their weighted sum.
         multiplier: η; 0 where not projected.
         projected: bool, true where q differs from p̃.
@@ -75,8 +67,6 @@ def trust_region_step(
     old: SparsePolicy,
     kl_bound: float | Tensor = 0.05,
     *,
-    tail: Tail = "bucket",
-    solver: str = "newton",
     constraint: Constraint | None = None,
     pull: Pull = "projection",
     entropy: bool = False,
@@ -90,21 +80,15 @@ def trust_region_step(
     pull limits the new policy's mass on these tokens, as if they and all others were two outcomes with a separate
     bound.
 
-    With `tail="bucket"`, the ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and
-    renormalised outcomes, and s_o from both policies' raw log-probabilities: so the ratio is continuous at KL = ε, even
-    for a token below the floor. With "floor", every token outside the two supports has probability 1e-12 in both
-    policies, and everything, including the ratio, is computed from these distributions.
+    The ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and renormalised outcomes, and
+    s_o from both policies' raw log-probabilities: so the ratio is continuous at KL = ε, even for a token below the
+    floor.
 
     Args:
         source: The new policy: logits (..., V), aligned with the tokens and divided by the sampling temperature; or any
-            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read at the old tokens;
-            for "floor", at the tokens of both supports, the old one's first.
+            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read at the old tokens.
         old: The old policy, (...), as captured.
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See [project][troll.project].
-        tail: "bucket" makes the tail one more outcome with its exact mass. "floor" follows the paper's code: every
-            token outside both policies' supports has probability 1e-12. It is meant for comparisons, needs host syncs,
-            and warns where so much mass is outside that its divergences are spurious.
-        solver: "newton", or "bracket", the paper's search.
         constraint: Groups of the tokens (...) that share one multiplier and one bound; None gives each token its own.
         pull: The form of `step.regression`: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only;
             or "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With an infinite
@@ -113,21 +97,21 @@ def trust_region_step(
             entropy or none.
 
     Raises:
-        ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
+        ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or `pull` is unknown.
     """
-    for name, value, known in (("tail", tail, TAILS), ("pull", pull, PULLS), ("solver", solver, SOLVERS)):
-        check_choice(name, value, known)
+    check_choice("pull", pull, PULLS)
     source = Logits(source) if isinstance(source, Tensor) else source
-    if tail == "floor":
-        _warn_of_floor(old)
     new = source
     if not isinstance(new, PolicyOnSupport):
-        new = read(new, _tokens_to_read(new, old, tail), entropy=entropy)
-    old = on_tokens_of(new, old, tail)
+        old.check_positions(new.shape)
+        if new.vocabulary.size != old.vocab_size:
+            raise ValueError(f"source must have the old policy's {old.vocab_size} tokens, got {new.vocabulary.size}")
+        new = read(new, old.token_ids, entropy=entropy)
+    check_read_at(new, old)
     if old.truncated:
         kept, log_mass = dataclasses.replace(old, tail_log_prob=old.tail, truncated=False), new.log_mass
-        step = trust_region_step(new.without_tail(), kept, kl_bound, solver=solver, constraint=constraint, pull=pull)
-        of_mass = trust_region_step(*kept_or_not(new, old), kl_bound, solver=solver, pull=pull)
+        step = trust_region_step(new.without_tail(), kept, kl_bound, constraint=constraint, pull=pull)
+        of_mass = trust_region_step(*kept_or_not(new, old), kl_bound, pull=pull)
         return dataclasses.replace(
             step,
             regression=step.regression + of_mass.regression,
@@ -135,20 +119,19 @@ def trust_region_step(
             kept_log_mass=log_mass,
         )
     # The Triton program solves for one token at a time, without a constraint.
-    if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
+    if constraint is None and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region import step_triton
 
-        return step_triton.step(new, old, kl_bound, tail, pull)
+        return step_triton.step(new, old, kl_bound, pull)
 
     new_raw = as_float(new.outcomes)
-    outcomes = common_outcomes(new, old, tail)
+    outcomes = common_outcomes(new, old)
     at = old.slot.unsqueeze(-1)
-    log_new, log_old = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
-    sampled_new, sampled_old = (x.gather(-1, at).squeeze(-1) for x in (log_new, log_old))
+    sampled_new, sampled_old = (x.gather(-1, at).squeeze(-1) for x in (new_raw, old.log_probs.to(new_raw.dtype)))
     # A token that the old policy excludes cannot have been sampled from it. Its s is 0, so its ratio is finite.
     sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
 
-    found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)
+    found = project_tokens(outcomes, sampled_s, kl_bound, constraint)
     regression = pull_to_old(outcomes).reshape(-1) if pull == "proximal" else pull_to_projection(outcomes, found)
     shape, broken, new_entropy = new.shape, found.broken.view(new.shape), new.entropy
     return TrustRegionStep(
@@ -161,17 +144,6 @@ def trust_region_step(
         projected=found.projected.view(shape),
         entropy=None if new_entropy is None else torch.where(broken, torch.nan, new_entropy),
     )
-
-
-def _tokens_to_read(source: LogitsSource, old: SparsePolicy, tail: Tail) -> Tensor:
-    """The old policy's tokens, (..., K'), followed, for "floor", by those that a capture of the new policy keeps."""
-    old.check_positions(source.shape)
-    if source.vocabulary.size != old.vocab_size:
-        raise ValueError(f"source must have the old policy's {old.vocab_size} tokens, got {source.vocabulary.size}")
-    if tail == "bucket":
-        return old.token_ids
-    sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
-    return union_support(source, old.token_ids, sampled, old.mass_threshold)
 
 
 def pull_to_projection(outcomes: CommonOutcomes, found: TokenProjection) -> Tensor:
@@ -191,58 +163,24 @@ def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
     return torch.where(known, divergence(apart, outcomes.new), torch.nan)
 
 
-def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> CommonOutcomes:
-    """Both policies' floored log-probabilities on the same K' + 1 outcomes, the tail last, and which are present.
-
-    `new` was read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
+def common_outcomes(new: PolicyOnSupport, old: SparsePolicy) -> CommonOutcomes:
+    """Both policies' floored log-probabilities on the same K + 1 outcomes, the tail last, and which are present.
 
     Raises:
-        ValueError: If the new policy was read at other tokens.
+        ValueError: If `new` was not read at the tokens of `old`.
     """
-    old = on_tokens_of(new, old, tail)
+    check_read_at(new, old)
     new = new.without_tail() if old.truncated else new
-    log_new = as_float(new.outcomes)
-    log_old = old.outcomes.to(log_new.dtype)
-    if tail == "bucket":
-        present = present_outcomes(new, old)
-    else:
-        outside = (new.vocab_size - new.used.sum(-1, keepdim=True)).to(log_new.dtype).log() + LOG_FLOOR
-        present = torch.cat([new.used, outside > -torch.inf], -1)
-        # NaN has to remain in a row that is no distribution.
-        log_new, log_old = (
-            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1)
-            for x in (log_new, log_old)
-        )
-    return CommonOutcomes(floored(log_new, present), floored(log_old, present), present)
+    log_new, present = as_float(new.outcomes), present_outcomes(new, old)
+    return CommonOutcomes(floored(log_new, present), floored(old.outcomes.to(log_new.dtype), present), present)
 
 
-def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparsePolicy:
-    """The old policy on the new policy's slots, which with "floor" include further ones, where the old has no mass.
-
-    Raises:
-        ValueError: If the new policy was read at other tokens, or a truncated policy meets "floor".
-    """
-    if old.truncated and tail == "floor":
-        raise ValueError("tail must be 'bucket' where the old policy is truncated: nothing outside its tokens counts")
+def check_read_at(new: PolicyOnSupport, old: SparsePolicy) -> None:
+    """Raises ValueError unless a new policy was read at the tokens of the old one."""
     old.check_positions(new.shape)
-    slots = old.top_k
-    more = new.token_ids.shape[-1] - slots
-    if more == 0 and new.token_ids is old.token_ids:
-        return old
-    if more < 0 or (tail == "bucket" and more):
-        raise ValueError(f"new must be read at the old policy's {slots} slots, got {new.token_ids.shape[-1]}")
-    # On a GPU this would wait for the device.
-    if new.token_ids.device.type == "cpu" and not torch.equal(new.token_ids[..., :slots], old.token_ids):
+    if new.token_ids.shape[-1] != old.top_k:
+        raise ValueError(f"new must be read at the old policy's {old.top_k} slots, got {new.token_ids.shape[-1]}")
+    # On a GPU, comparing them would wait for the device.
+    same = new.token_ids is old.token_ids or new.token_ids.device.type != "cpu"
+    if not same and not torch.equal(new.token_ids, old.token_ids):
         raise ValueError("new must be read at the old policy's tokens: log_probs_at(_, old.token_ids)")
-    log_probs = torch.nn.functional.pad(old.log_probs, (0, more), value=-torch.inf)
-    return dataclasses.replace(old, token_ids=new.token_ids, log_probs=log_probs)
-
-
-def _warn_of_floor(old: SparsePolicy) -> None:
-    if bool((old.tail_log_prob.exp() > FLOORED_MASS).any()):
-        # The text has no counts, so that Python shows it once and not in every step.
-        warnings.warn(
-            f"tail='floor' sees divergences that do not exist: at some tokens more than {FLOORED_MASS:g} of the old "
-            f"policy's mass is outside its {old.top_k} tokens. Use tail='bucket', or raise top_k",
-            stacklevel=3,
-        )

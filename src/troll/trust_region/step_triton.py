@@ -24,12 +24,12 @@ from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.probabilities_triton import log_sum_exp, nan_unless_finite, program_of
 from troll.trust_region.projection import broadcast_bound
-from troll.trust_region.step import Pull, Tail, TrustRegionStep
+from troll.trust_region.step import Pull, TrustRegionStep
 
 LOG_FLOOR = tl.constexpr(probabilities.LOG_FLOOR)
 
 
-def step(new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail, pull: Pull) -> TrustRegionStep:
+def step(new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, pull: Pull) -> TrustRegionStep:
     """`step.trust_region_step` of two policies on one support, by Newton's method in float32.
 
     Where a tensor of bounds is NaN or not above 0, the token's numbers are NaN.
@@ -47,8 +47,7 @@ def step(new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, tail
         old.slot.reshape(-1).contiguous(),
     )
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in policies[:3])
-    floor_of = new.vocab_size if tail == "floor" else None
-    outputs = _Step.apply(*policies, bound, floor_of, pull == "proximal", wants_gradient)
+    outputs = _Step.apply(*policies, bound, pull == "proximal", wants_gradient)
     return TrustRegionStep(*(None if x is None else x.view(shape) for x in outputs))  # type: ignore[arg-type]
 
 
@@ -66,7 +65,6 @@ class _Step(torch.autograd.Function):
         old_tail: Tensor,
         slot: Tensor,
         bound: Tensor,
-        floor_of: int | None,
         proximal: bool,
         wants_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -81,7 +79,6 @@ class _Step(torch.autograd.Function):
             with launching_on(logits.device):
                 _step_kernel[(tokens,)](
                     *policies,
-                    floor_of,
                     k,
                     *(bound, bound.stride(0)),
                     *step,
@@ -91,7 +88,7 @@ class _Step(torch.autograd.Function):
                 )
         if wants_gradient:
             ctx.save_for_backward(*policies, projected, tau, center)  # type: ignore[arg-type]
-            ctx.floor_of, ctx.proximal = floor_of, proximal  # type: ignore[attr-defined]
+            ctx.proximal = proximal  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(*step[3:])  # from `kl_before` on
         return *step, entropy
 
@@ -107,7 +104,6 @@ class _Step(torch.autograd.Function):
             with launching_on(logits.device):
                 _step_gradient_kernel[(tokens,)](
                     *(logits, tail_logit, tail_entropy, *others[:4]),
-                    ctx.floor_of,
                     k,
                     *others[4:],
                     *upstream,
@@ -117,7 +113,7 @@ class _Step(torch.autograd.Function):
                     PROXIMAL=ctx.proximal,
                     **program_of(k + 1),
                 )
-        return grad_logits, grad_tail, grad_entropy, *(None,) * 8
+        return grad_logits, grad_tail, grad_entropy, *(None,) * 7
 
 
 @triton.jit
@@ -129,7 +125,6 @@ def _step_kernel(
     old_log_probs,
     old_tail,  # (N,), like the next parameter
     slot,
-    floor_of,  # the size of the vocabulary, or None for a tail with its own mass
     k,
     bound,  # (N,)
     bound_stride,
@@ -150,12 +145,12 @@ def _step_kernel(
     row = tl.program_id(0).to(tl.int64)
     sampled = tl.arange(0, OUTCOMES) == tl.load(slot + row)
     new_raw, log_new, log_old, present, old_raw = outcomes_of(
-        logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, OUTCOMES
+        logits, tail_logit, ids, old_log_probs, old_tail, row, k, OUTCOMES
     )
     p = tl.where(present, tl.exp(log_old), 0.0)
     p_new = tl.where(present, tl.exp(log_new), 0.0)
     s = tl.where(present, log_new - log_old, 0.0)
-    sampled_s = s_of_sampled(new_raw, old_raw, s, sampled, floor_of)
+    sampled_s = s_of_sampled(new_raw, old_raw, sampled)
 
     limit = tl.load(bound + row * bound_stride)
     kl = tl.sum(divergence_terms(p, p_new, s))
@@ -203,7 +198,6 @@ def _step_gradient_kernel(
     old_log_probs,
     old_tail,
     slot,
-    floor_of,
     k,
     projected,  # (N,), like the next two parameters
     tau,
@@ -227,13 +221,11 @@ def _step_gradient_kernel(
     lane = tl.arange(0, OUTCOMES)
     sampled = lane == tl.load(slot + row)
     new_raw, log_new, log_old, present, old_raw = outcomes_of(
-        logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, OUTCOMES
+        logits, tail_logit, ids, old_log_probs, old_tail, row, k, OUTCOMES
     )
     new = tl.where(present, tl.exp(log_new), 0.0)
     # No gradient flows through a floored entry.
     free = present & (new_raw >= LOG_FLOOR)
-    if floor_of is not None:
-        free &= lane < k  # the tail's probability is given
     outside, root = tl.load(projected + row), tl.load(tau + row)
     whole = root == root  # else the token is no distribution, and has no gradient
 
@@ -247,24 +239,19 @@ def _step_gradient_kernel(
         _, q, _, _, mean, variance = tilt(p, s, root, around)
         # s − μ without rounding s − center a second time.
         deviation = s - around - mean
-        along = (s_of_sampled(new_raw, old_raw, s, sampled, floor_of) - around - mean) / variance
+        along = (s_of_sampled(new_raw, old_raw, sampled) - around - mean) / variance
         # With σ² = 0, nothing moves on the surface of the ball.
         along = tl.where(tl.abs(along) < float("inf"), along, 0.0)
         from_tilt = -q * (1 + along * deviation)
         if not PROXIMAL:
             x, _, _, divergence, _, _ = tilt(q, deviation, 1 - root, 0.0)
             pulled = tl.where(free, new * (x - divergence), 0.0)
-    elif floor_of is not None:
-        from_tilt = -new
     if PROXIMAL:
         pulled = tl.where(free, tl.where(whole, new - tl.exp(log_old), 0.0), 0.0)
-    if floor_of is None:
-        # From s_o, and from the sum of the floored probabilities, which normalises all of them.
-        through_ratio = tl.where(sampled & (old_raw > float("-inf")), root, 0.0)
-        if outside:
-            through_ratio += tl.where(free, root * (new + from_tilt), 0.0)
-    else:
-        through_ratio = tl.where(free, root * (tl.where(sampled, 1.0, 0.0) + from_tilt), 0.0)
+    # From s_o, and from the sum of the floored probabilities, which normalises all of them.
+    through_ratio = tl.where(sampled & (old_raw > float("-inf")), root, 0.0)
+    if outside:
+        through_ratio += tl.where(free, root * (new + from_tilt), 0.0)
 
     grad = tl.zeros([OUTCOMES], tl.float32)
     # The gradient at an output that does not depend on an outcome does not matter, NaN included.
@@ -292,7 +279,7 @@ def _step_gradient_kernel(
 
 
 @triton.jit
-def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, OUTCOMES: tl.constexpr):
+def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, row, k, OUTCOMES: tl.constexpr):
     """Both policies on the slots, and on the tail in lane k.
 
     Returns:
@@ -306,25 +293,15 @@ def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row,
     old_raw = tl.load(old_log_probs + row * k + lane, mask=inside, other=float("-inf"))
     old_raw = tl.where(is_tail, tl.load(old_tail + row), old_raw)
     present = tl.load(ids + row * k + lane, mask=inside, other=-1) >= 0
-    if floor_of is None:
-        present |= is_tail & ((new_raw > float("-inf")) | (old_raw > float("-inf")))
-        log_new, log_old = floored(new_raw, present), floored(old_raw, present)
-    else:
-        count = floor_of - tl.sum(present.to(tl.int32))
-        present |= is_tail & (count > 0)
-        # Not in a row that is no distribution, which NaN shows.
-        constant = tl.log(count.to(tl.float32)) + LOG_FLOOR
-        log_new = floored(tl.where(is_tail & (new_raw == new_raw), constant, new_raw), present)
-        log_old = floored(tl.where(is_tail & (old_raw == old_raw), constant, old_raw), present)
-    return new_raw, log_new, log_old, present, old_raw
+    present |= is_tail & ((new_raw > float("-inf")) | (old_raw > float("-inf")))
+    return new_raw, floored(new_raw, present), floored(old_raw, present), present, old_raw
 
 
 @triton.jit
-def s_of_sampled(new_raw, old_raw, s, sampled, floor_of):
-    """`log p̃ − log p` of the sampled token: raw, or floored like all others."""
-    if floor_of is None:
-        # A token that the old policy excludes cannot have been sampled from it. Its s is 0, so its ratio is finite.
-        s = tl.where(old_raw == float("-inf"), 0.0, new_raw - old_raw)
+def s_of_sampled(new_raw, old_raw, sampled):
+    """`log p̃ − log p` of the sampled token, raw."""
+    # A token that the old policy excludes cannot have been sampled from it. Its s is 0, so its ratio is finite.
+    s = tl.where(old_raw == float("-inf"), 0.0, new_raw - old_raw)
     return tl.sum(tl.where(sampled, s, 0.0))
 
 

@@ -187,7 +187,6 @@ class Update(Hook):
             source,
             old,
             settings.kl_bound,
-            tail=settings.tail,  # type: ignore[arg-type]
             constraint=self._constraint(data["response_mask"]),
             pull=settings.pull,  # type: ignore[arg-type]
             entropy=self.entropy,

@@ -14,7 +14,7 @@ from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
 from troll.trust_region.policy.sparse import check_capture
 from troll.trust_region.policy.truncation import Truncation
-from troll.trust_region.step import PULLS, TAILS
+from troll.trust_region.step import PULLS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig, assign
 
 #: How our engines' names begin in verl's registry, so that no other engine takes their place if they are missing.
@@ -42,7 +42,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             None, α is fixed.
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
-        tail: "bucket" or "floor"; see `troll.trust_region_step`.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
             sequence; with "batch", those of a micro-batch on all processes.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
@@ -61,7 +60,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     regression_target: float | None = None
     top_k: int = 64
     mass_threshold: float = 1e-5
-    tail: str = "bucket"
     constraint: str = "token"
     ratio_level: str = "token"
     anchor: str = "old"
@@ -97,15 +95,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             check_positive(f"with regression_target, {_LOSS}.regression_weight", self.regression_weight)
         check_capture(self.top_k, self.mass_threshold)
         check_choice(f"{_LOSS}.pull", self.pull, PULLS)
-        check_choice(f"{_LOSS}.tail", self.tail, TAILS)
         check_choice(f"{_LOSS}.constraint", self.constraint, CONSTRAINTS)
         check_choice(f"{_LOSS}.ratio_level", self.ratio_level, RATIO_LEVELS)
         check_choice(f"{_LOSS}.anchor", self.anchor, ("old", "rollout"))
-        if self.truncation is not None and self.tail == "floor":
-            raise ValueError(
-                f"{_LOSS}.tail=floor compares whole vocabularies, and rollout.top_p or rollout.top_k keeps a part of "
-                f"one: set {_LOSS}.tail=bucket"
-            )
         if self.truncation is not None and self.kl_in_reward:
             raise ValueError(
                 "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "

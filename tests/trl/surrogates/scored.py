@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 import troll
-from tests.trust_region.cases import step_support
 from troll.trl.surrogates import ScoredTokens
-from troll.trust_region.step import Tail
 
 
 def scored_tokens(
@@ -21,13 +19,11 @@ def scored_tokens(
     kl_bound: float = 0.05,
     penalty_weight: float = 1.0,
     top_k: int | None = None,
-    tail: Tail = "bucket",
     sequence: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> ScoredTokens:
     """Of (N, V) logits and (N,) tokens; all outcomes are kept unless `top_k` says otherwise, and one sequence."""
     old = troll.capture(old_logits, sampled, top_k=top_k or old_logits.shape[-1], mass_threshold=0.0)
-    source = troll.Logits(new_logits)
     return ScoredTokens(
         new_log_probs=new_logits.log_softmax(-1).gather(-1, sampled.unsqueeze(-1)).squeeze(-1),
         old_log_probs=old.log_prob,
@@ -36,7 +32,7 @@ def scored_tokens(
         penalty_weight=penalty_weight,
         constraint=None,
         old=old,
-        new=troll.log_probs_at(source, step_support(source, old.token_ids, sampled, tail, 0.0)),
+        new=troll.log_probs_at(new_logits, old.token_ids),
         sequence=torch.zeros_like(sampled) if sequence is None else sequence,
         counts=torch.ones_like(sampled, dtype=torch.bool) if counts is None else counts,
     )
@@ -44,8 +40,7 @@ def scored_tokens(
 
 def settings(**values: Any) -> Any:
     """What a surrogate reads of a configuration."""
-    defaults = {"tail": "bucket", "solver": "newton", "pull": "projection"}
-    return SimpleNamespace(**{**defaults, **values})
+    return SimpleNamespace(**{"pull": "projection", **values})
 
 
 def pair(tokens: int = 6, vocab: int = 9, distance: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

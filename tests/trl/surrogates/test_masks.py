@@ -164,15 +164,14 @@ def test_cppo_is_its_definition_for_each_sequence():
     assert not all(keep)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
 @pytest.mark.parametrize("outcomes", ["binary", "top_k"])
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
-def test_dppo_masks_what_is_far_and_leaving(kind, outcomes, tail):
+def test_dppo_masks_what_is_far_and_leaving(kind, outcomes):
     """Far on the sampled token and the rest, or on what TROLL projects: supports and tail."""
     new, old, sampled = pair(tokens=60, vocab=12)
     advantages = torch.tensor([1.0, -1.0] * 30, dtype=torch.float64)
-    args = settings(tail=tail, support_top_k=4, mass_threshold=0.0)
-    tokens = scored_tokens(new, old, sampled, advantages=advantages, top_k=4, tail=tail)
+    args = settings(support_top_k=4, mass_threshold=0.0)
+    tokens = scored_tokens(new, old, sampled, advantages=advantages, top_k=4)
     expected, threshold = [], 0.1
     for row in range(60):
         log_new, log_old, token = new[row].detach().log_softmax(-1), old[row].log_softmax(-1), int(sampled[row])

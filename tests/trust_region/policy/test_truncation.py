@@ -118,7 +118,7 @@ def masses(before: np.ndarray, after: np.ndarray, inside: np.ndarray, pull: Any)
     two = reference.OldRow(
         ids=[0, 1], log_probs=old, tail_log_prob=-np.inf, slot=0, size=2, mass_threshold=0.0, vocabulary=2
     )
-    return reference.step(new, two, 0.02, "bucket", pull)
+    return reference.step(new, two, 0.02, pull)
 
 
 @pytest.mark.parametrize("pull", PULLS)
@@ -144,7 +144,7 @@ def test_step_is_that_of_the_reference_on_the_kept_set(truncation, pull):
             vocabulary=len(kept),
         )
         row = after[i].detach().numpy()
-        expected = reference.step(row[kept], own, 0.02, "bucket", pull)
+        expected = reference.step(row[kept], own, 0.02, pull)
         for name in ("log_ratio", "kl_before", "kl_after", "multiplier", "projected"):
             assert getattr(step, name)[i].item() == pytest.approx(getattr(expected, name), abs=1e-9), name
         log_probs, inside = reference.log_softmax(row), np.isin(np.arange(SIZE), kept)
@@ -269,12 +269,6 @@ def test_policy_read_at_too_few_tokens_is_refused():
     few = troll.log_probs_at(logits, torch.arange(6).expand(4, 6))
     with pytest.raises(ValueError, match="source must hold all tokens that the sampler keeps, and was read at fewer"):
         troll.capture(few, tokens, truncation=Truncation(top_p=0.9))
-
-
-def test_floor_is_refused():
-    old = captured(random_logits(2), Truncation(top_k=3))
-    with pytest.raises(ValueError, match="tail must be 'bucket' where the old policy is truncated"):
-        troll.trust_region_step(random_logits(2), old, tail="floor")
 
 
 def test_rows_that_are_no_distribution_stay_nan():

@@ -96,12 +96,10 @@ def test_what_is_exchanged_does_not_depend_on_the_vocabulary(processes):
     n, rows, k = len(processes), 12, 8
     capture = ("all_gather_into_tensor", rows * (3 * k + 2) + 1)
     step, backward = ("all_reduce", rows * (k + 2 * n)), ("all_reduce", rows * HIDDEN)
-    floor = [capture, ("all_reduce", rows * (2 * k + 2 * n))]
     with_entropy = ("all_reduce", rows * (k + 3 * n))
     # The second step is that of the old policy with itself.
     expected = {
         "logits": [capture, step, step],
-        "floor": [capture, *floor, *floor],
         "hidden": [capture, step, step, *3 * [backward]],
         "entropy": [capture, with_entropy, capture, ("all_reduce", rows * 2 * n), step, *4 * [backward]],
     }

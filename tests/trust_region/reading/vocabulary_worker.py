@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ class Case:
     vocab_size: int
     top_k: int
     mass_threshold: float = 1e-5
-    tail: str = "bucket"
     dtype: torch.dtype = torch.float64
     kl_bound: float = 0.05
     from_hidden: bool = False
@@ -148,7 +146,6 @@ def random_cases(count: int, *, from_hidden: bool) -> list[Case]:
             choose([4, 12, 60, 256, 2048]),
             choose([1, 3, 8, 64]),
             choose([0.0, 1e-5, 1e-2]),
-            choose(["bucket", "floor"]),
             choose([torch.float64, torch.float32]),
             choose([1e-3, 0.05, 0.5]),
             from_hidden,
@@ -163,13 +160,13 @@ CASES = [
     *random_cases(40, from_hidden=False),
     *random_cases(18, from_hidden=True),
     Case("not a distribution", 256, 8),
-    Case("not a distribution", 256, 8, tail="floor", dtype=torch.float32),
+    Case("not a distribution", 256, 8, dtype=torch.float32),
     Case("not a distribution", 256, 8, from_hidden=True),
     Case("empty slices", 60, 60, 0.0),  # dense
     Case("ties", 256, 200, 0.0),  # more than a slice holds
     Case("peaked", 256, 200, 0.0, from_hidden=True),
     Case("peaked", 256, 8, pull="proximal"),
-    Case("flat", 256, 8, 1e-2, "floor", pull="proximal"),
+    Case("flat", 256, 8, 1e-2, pull="proximal"),
     Case("flat", 256, 8, from_hidden=True, pull="proximal"),
     Case("peaked", 256, 8, dtype=torch.bfloat16),
     Case("peaked", 256, 8, dtype=torch.bfloat16, from_hidden=True),
@@ -181,8 +178,8 @@ CASES = [
 ]
 
 TRITON_CASES = [
-    Case("peaked", 256, 8, 1e-2, tail, torch.float32, from_hidden=True, kernels="triton", transform=transform, rows=6)
-    for tail, transform in (("bucket", (("entropy", True),)), ("floor", (("softcap", 6.0),)))
+    Case("peaked", 256, 8, 1e-2, torch.float32, from_hidden=True, kernels="triton", transform=transform, rows=6)
+    for transform in ((("entropy", True),), (("softcap", 6.0),))
 ]
 
 
@@ -253,10 +250,8 @@ def _result(
 
 
 def _step(source: LogitsSource, old: SparsePolicy, case: Case, entropy: bool = False) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what "floor" is for, in some cases
-        options: Any = {"tail": case.tail, "pull": case.pull, "entropy": entropy}
-        return troll.trust_region_step(source, old, case.kl_bound, **options)
+    pull: Any = case.pull
+    return troll.trust_region_step(source, old, case.kl_bound, pull=pull, entropy=entropy)
 
 
 @contextmanager
@@ -283,7 +278,6 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
 #: What is exchanged for these is counted.
 COUNTED: dict[str, dict[str, Any]] = {
     "logits": {},
-    "floor": {"tail": "floor"},
     "hidden": {"from_hidden": True},
     "entropy": {"from_hidden": True, "transform": (("entropy", True),)},
 }

@@ -13,7 +13,7 @@ from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Term
 
 __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
 
-_OUTCOMES = ("tail", "support_top_k", "mass_threshold")
+_OUTCOMES = ("support_top_k", "mass_threshold")
 _TROLL_SETTINGS = (
     "kl_bound",
     "kl_bound_schedule",
@@ -23,8 +23,6 @@ _TROLL_SETTINGS = (
     "pull",
     "regression_weight",
     "regression_target",
-    "tail",
-    "solver",
     "support_top_k",
     "mass_threshold",
     "constraint",

@@ -20,15 +20,7 @@ from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_s
 def troll(tokens: ScoredTokens, args: ConfigFields, own: NoSettings) -> Terms:
     """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the pull α KL(p̃ ‖ ⌊q⌋) or α KL(p ‖ p̃)."""
     assert tokens.old is not None and tokens.new is not None
-    step = trust_region_step(
-        tokens.new,
-        tokens.old,
-        tokens.kl_bound,
-        tail=args.tail,
-        solver=args.solver,
-        constraint=tokens.constraint,
-        pull=args.pull,
-    )
+    step = trust_region_step(tokens.new, tokens.old, tokens.kl_bound, constraint=tokens.constraint, pull=args.pull)
     return Terms(
         log_ratio=step.log_ratio,
         penalty=tokens.penalty_weight * step.regression,
@@ -73,7 +65,7 @@ def kl_penalty(tokens: ScoredTokens, args: ConfigFields, own: KLPenaltySettings)
     """
     assert tokens.old is not None and tokens.new is not None
     pairs = [(tokens.new, tokens.old)] + ([kept_or_not(tokens.new, tokens.old)] if tokens.old.truncated else [])
-    every = [common_outcomes(new, old, args.tail) for new, old in pairs]
+    every = [common_outcomes(new, old) for new, old in pairs]
     if own.direction == "old_new":
         kls = [pull_to_old(x) for x in every]
     else:

@@ -219,7 +219,7 @@ def _outcomes(tokens: ScoredTokens, args: ConfigFields, outcomes: str) -> tuple[
     """Both policies' floored log-probabilities: of the sampled token and the rest, or of the top K and the tail."""
     if outcomes == "top_k":
         assert tokens.old is not None and tokens.new is not None
-        new, old, _ = common_outcomes(tokens.new, tokens.old, args.tail)
+        new, old, _ = common_outcomes(tokens.new, tokens.old)
         return new.detach(), old
     return _sampled_or_not(tokens.new_log_probs.detach()), _sampled_or_not(tokens.old_log_probs)
 

@@ -12,14 +12,12 @@ from torch import Tensor
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.step import Pull, Tail, TrustRegionStep
+from troll.trust_region.step import Pull, TrustRegionStep
 
 
 class ConfigFields(Protocol):
     """The fields of `TrollConfig` that surrogates read in addition to their own settings."""
 
-    tail: Tail
-    solver: str
     pull: Pull
 
 

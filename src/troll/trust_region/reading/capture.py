@@ -136,22 +136,6 @@ def _captured(
     return old, None if entropies is None else entropies.view(token_ids.shape)
 
 
-def union_support(source: LogitsSource, old_token_ids: Tensor, sampled: Tensor, mass_threshold: float) -> Tensor:
-    """The tokens of both policies' supports, (..., 2 K), which `tail="floor"` compares; −1 in unused slots.
-
-    The tokens that a capture of the new policy would keep follow the old policy's.
-
-    Args:
-        source: The new policy, (...).
-        old_token_ids: The old policy's tokens, (..., K).
-        sampled: The sampled tokens, (...).
-        mass_threshold: δ of the old policy's capture.
-    """
-    own = capture(source, sampled, top_k=old_token_ids.shape[-1], mass_threshold=mass_threshold).token_ids
-    known = (own.unsqueeze(-1) == old_token_ids.unsqueeze(-2)).any(-1)
-    return torch.cat([old_token_ids, own.masked_fill(known, -1)], -1)
-
-
 def _top(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool) -> tuple[Top, Tensor | None]:
     """The largest logits of a source, the sampled tokens' and the log-sum-exp of all others; and the entropy, (N,)."""
     with source.reading(top_k, MAX_SELECTED) as reading:
