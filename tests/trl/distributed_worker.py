@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "beta": 0.1},
     "dr_grpo": {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
     "sequences share": {"constraint": "sequence"},
-    "the batch shares": {"constraint": "batch", "advantage_estimator": "rloo"},
+    "RLOO": {"advantage_estimator": "rloo"},
     "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus"},
     "REINFORCE++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
     "PPO": {"advantage_estimator": "gae", "critic_kwargs": {"learning_rate": 1e-2, "gae_lambda": 0.9}},
@@ -48,7 +48,7 @@ SHARDED = {"own head, reference": ("dapo", "llama"), "tied head": ("grpo", "gemm
 OTHERS = {
     "own head": ("gspo", "llama"),
     "accumulation": ("dr_grpo", "llama"),
-    "all processes share": ("the batch shares", "llama"),
+    "sequences share": ("sequences share", "llama"),
     "diagnostics": ("diagnostics", "llama"),
     "LoRA": ("LoRA", "llama"),
 }

@@ -381,7 +381,7 @@ HOLDS_HALF = {"kl_bound_schedule": "hold_projected_fraction", "kl_bound_schedule
         ({"kl_bound": 1e-6}, 3, 0),
         ({"kl_bound": 10.0}, 8, 0),
         # What was asked for.
-        ({"kl_bound": 1e-6, "constraint": "batch"}, 5, 0),
+        ({"kl_bound": 1e-6, "constraint": "sequence"}, 5, 0),
         ({"kl_bound": 1e-3, **HOLDS_HALF}, 5, 0),
     ],
 )

@@ -188,7 +188,7 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
         {"surrogate": "clip"},
         {"surrogate": "kl_penalty"},
         {"constraint": "sequence"},
-        {"constraint": "batch", "loss_type": "dr_grpo"},
+        {"constraint": "sequence", "loss_type": "dr_grpo"},
         {"constraint": "batch", "scale_rewards": "batch"},
         {"advantage_estimator": "rloo"},
         {"advantage_estimator": "reinforce_plus_plus", "num_generations": 6},

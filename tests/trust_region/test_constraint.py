@@ -1,5 +1,6 @@
 """One multiplier for several tokens: against scipy, finite differences, the token constraint; what must not matter."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,11 @@ def ragged_mask(sequences: int, length: int, seed: int = 0) -> Tensor:
 
 
 def make(scope: str, mask: Tensor, reduction: Any = "mean") -> Constraint:
-    return (Constraint.sequence if scope == "sequence" else Constraint.batch)(mask, reduction)
+    """A multiplier for each row of a (B, T) mask, or one for all its tokens."""
+    if scope == "sequence":
+        return Constraint.sequence(mask, reduction)
+    whole = Constraint.sequence(mask.reshape(1, -1), reduction)
+    return dataclasses.replace(whole, group=whole.group.view(mask.shape), weight=whole.weight.view(mask.shape))
 
 
 def reference_groups(
@@ -284,7 +289,7 @@ def test_tokens_without_weight_do_not_matter(scope):
 
 def test_a_token_without_weight_takes_the_multiplier_of_its_group():
     old, new = random_logits(2, 4), random_logits(2, 4, seed=1)
-    constraint = Constraint.batch(torch.tensor([True, False]))
+    constraint = Constraint.sequence(torch.tensor([[True, False]]))[0]
     projection = project(new, old, 0.05, constraint=constraint)
     assert projection.multiplier[0] == projection.multiplier[1] > 0
     eta = projection.multiplier[1]
@@ -434,11 +439,8 @@ def test_weights():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     assert Constraint.sequence(mask).weight.tolist() == [[0.5, 0.5, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert Constraint.sequence(mask).group.tolist() == [[0] * 4, [1] * 4, [2] * 4]
-    assert Constraint.batch(mask).weight.sum(-1).tolist() == pytest.approx([2 / 3, 1 / 3, 0])
-    assert not Constraint.batch(mask).group.any()
-    for scope in ("sequence", "batch"):
-        assert torch.equal(make(scope, mask.bool(), "sum").weight, mask.double())
-    assert (Constraint.sequence(mask).groups, Constraint.batch(mask).groups) == (3, 1)
+    assert torch.equal(Constraint.sequence(mask.bool(), "sum").weight, mask.double())
+    assert Constraint.sequence(mask).groups == 3
 
 
 def test_indexing():
@@ -465,7 +467,6 @@ def project_with(group: list[int], weight: list[float]) -> Projection:
     [
         ("mask", lambda: Constraint.sequence(torch.ones(3))),
         ("reduction.*mean, sum.*median", lambda: Constraint.sequence(torch.ones(1, 3), "median")),  # type: ignore[arg-type]
-        ("reduction", lambda: Constraint.batch(torch.ones(3), "median")),  # type: ignore[arg-type]
         ("group", lambda: Constraint(torch.zeros(3), torch.ones(3), 1)),
         ("weight", lambda: Constraint(torch.zeros(3, dtype=torch.int64), torch.ones(2), 1)),
         ("weight", lambda: Constraint(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64), 1)),

@@ -36,10 +36,9 @@ class Shared:
     def run(self, part: slice, process_group: Any) -> dict[str, Tensor]:
         """The fields of the projection, and the gradient of this part's share of the mean loss over all tokens."""
         mask, count = self.mask[part], self.mask.sum()
-        constraint = Constraint.batch(mask, self.reduction, process_group)
-        if self.groups > 1:
-            group = (torch.arange(len(self.mask)) % self.groups)[part]
-            constraint = Constraint(group, constraint.weight, self.groups, process_group)
+        group = (torch.arange(len(self.mask)) % self.groups)[part]
+        weight = mask.double() / (count if self.reduction == "mean" else 1)
+        constraint = Constraint(group, weight, self.groups, process_group)
         logits = self.new[part].clone().requires_grad_()
         projection = project(logits, self.old[part], self.kl_bound[part], constraint)
         upstream = random_logits(*self.new.shape, seed=9)[part] * mask.unsqueeze(-1)

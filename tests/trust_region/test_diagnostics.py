@@ -259,7 +259,7 @@ def test_dual_report_reads_only_the_mask(per_token):
 def test_dual_report_of_policies_within_the_bound_has_no_roots():
     new, old = policies("peaked", 5, 33, top_k=8)
     same = PolicyOnSupport(old.token_ids, old.log_probs, old.tail_log_prob, old.vocab_size)
-    for constraint in (None, Constraint.batch(torch.ones(5))):
+    for constraint in (None, Constraint.sequence(torch.ones(1, 5))[0]):
         found = numbers(dual_report(same, old, torch.ones(5), 0.05, constraint=constraint))
         assert found and all(math.isnan(value) for value in found.values())
     some = dual_report(new, old, torch.ones(5), 0.05)

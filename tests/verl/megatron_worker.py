@@ -86,12 +86,12 @@ LAYOUTS = (
     Layout("tensor and data", tensor=2, cases=tuple(CASES)),
     Layout("tensor and data, padded", tensor=2, packed=False, cases=("sequence",)),
     Layout("tensor alone", tensor=4),
-    Layout("context and data", context=2, cases=("token", "batch")),
+    Layout("context and data", context=2, cases=("token", "sequence")),
     Layout("tensor and context", tensor=2, context=2, cases=tuple(CASES)),
     Layout("tensor and context, padded", tensor=2, context=2, packed=False, cases=("sequence",)),
     Layout("static packs", tensor=2, context=2, settings=("pad_to_length=true", "pad_to_length_bucket=64")),
     Layout("per-token loss", tensor=2, context=2, per_token=True),
-    Layout("pipeline and tensor", tensor=2, pipeline=2, cases=("token", "batch")),
+    Layout("pipeline and tensor", tensor=2, pipeline=2, cases=("token", "sequence")),
     Layout("pipeline and data, padded", pipeline=2, packed=False),
 )
 

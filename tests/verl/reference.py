@@ -141,8 +141,6 @@ def update(
 def _constraint(batch: Sequence[Sample], settings: Settings, mask: Tensor) -> Constraint | None:
     if settings.constraint == "token":
         return None
-    if settings.constraint == "batch":
-        return Constraint.batch(mask)
     group = torch.cat([torch.full((len(sample.response),), i) for i, sample in enumerate(batch)])
     weight = torch.cat([sample.mask.double() / max(int(sample.mask.sum()), 1) for sample in batch])
     return Constraint(group, weight, len(batch))

@@ -109,7 +109,7 @@ def test_an_inference_engines_policies_fit_a_padded_vocabulary() -> None:
         torch.testing.assert_close(values, wanted[name], rtol=0, atol=error)
 
 
-@pytest.mark.parametrize("constraint", ["token", "sequence", "batch"])
+@pytest.mark.parametrize("constraint", ["token", "sequence"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_sequence_of_which_no_token_counts_changes_nothing(constraint: str, packed: bool) -> None:
     """verl fills a batch up with such sequences. Its response token is there, and is captured."""

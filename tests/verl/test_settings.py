@@ -74,7 +74,7 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
 def test_the_command_line_sets_everything() -> None:
     values: dict[str, Any] = {"kl_bound": math.inf, "pull": "proximal", "regression_weight": 0.5}
     values |= {"regression_target": 0.01, "top_k": 7, "mass_threshold": 1e-3}
-    values |= {"constraint": "batch", "ratio_level": "sequence"}
+    values |= {"constraint": "sequence", "ratio_level": "sequence"}
     settings = actor(*policy_loss(*(f"{name}={value}" for name, value in values.items()))).policy_loss
     assert {name: getattr(settings, name) for name in values} == values
 
@@ -118,7 +118,7 @@ REFUSED = {
     "top_k=0": r"top_k must be an integer of at least 1, got 0",
     "mass_threshold=1": r"mass_threshold must be .*\[0, 1\)",
     "pull=old": r"policy_loss\.pull must be one of projection, proximal, got 'old'",
-    "constraint=group": r"policy_loss\.constraint must be one of token, sequence, batch, got 'group'",
+    "constraint=group": r"policy_loss\.constraint must be one of token, sequence, got 'group'",
     "ratio_level=turn": r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'",
     "anchor=new": r"policy_loss\.anchor must be one of old, rollout, got 'new'",
     "anchor=rollout": r"bypass_mode=True and actor_rollout_ref\.rollout\.calculate_log_probs=True",

@@ -42,7 +42,6 @@ from tests.verl.actor import (
 CASES: dict[str, dict[str, Any]] = {
     "token": {},
     "sequence": {"constraint": "sequence"},
-    "batch": {"constraint": "batch"},
     "gspo": {"ratio_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
@@ -165,7 +164,7 @@ def _sequence_parallel(model: Path) -> dict[str, Any]:
     ]
     actor = Actor(configuration(model, *overrides))
     found: dict[str, Any] = {}
-    for name in ("token", "sequence", "batch"):
+    for name in ("token", "sequence"):
         actor.reset(**CASES[name])
         batch = as_batch(rollout())
         scores = actor.infer(batch, calculate_entropy=True)

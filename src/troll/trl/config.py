@@ -152,8 +152,7 @@ class TrollConfig(GRPOConfig):
         disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: with dropout, the network
             would differ between scoring and update, and the difference would be projected.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
-            sequence, so that the mean of their KL divergences meets the bound; with "batch", those of a micro-batch on
-            all processes.
+            sequence, so that the mean of their KL divergences meets the bound.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
         kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "by_age" to `end` for old rollouts;
             "hold_projected_fraction" or "hold_kl" at a `target`. See `troll.trust_region.bounds`.

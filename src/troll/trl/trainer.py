@@ -329,13 +329,9 @@ class TrollTrainer(GRPOTrainer):
         return bound
 
     def _constraint(self, mask: Tensor, at: tuple[Tensor, ...]) -> Constraint | None:
-        reduction = self.args.constraint_reduction
         if not self.surrogate.projects or self.args.constraint == "token":
             return None
-        if self.args.constraint == "sequence":
-            return Constraint.sequence(mask, reduction)[at]
-        processes = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
-        return Constraint.batch(mask, reduction, processes)[at]
+        return Constraint.sequence(mask, self.args.constraint_reduction)[at]
 
     def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
         """Passes the trust region of a micro-batch, or without a projection the network's KL, to the monitor."""

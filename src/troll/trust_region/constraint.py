@@ -1,4 +1,4 @@
-"""Groups of tokens that share one multiplier: a sequence, or a batch that may span processes.
+"""Groups of tokens that share one multiplier, such as those of a sequence; a group may span processes.
 
 The tokens of a group share one τ, and one bound on the weighted sum of their divergences: docs/method.md derives the
 projection and its gradient. Without a constraint every token has its own multiplier.
@@ -19,7 +19,7 @@ from troll.trust_region.dual import Moments, TokenCurve
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Scope = Literal["token", "sequence", "batch"]
+Scope = Literal["token", "sequence"]
 Reduction = Literal["mean", "sum"]
 CONSTRAINTS: tuple[Scope, ...] = get_args(Scope)
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
@@ -71,22 +71,9 @@ class Constraint:
             raise ValueError(f"mask must be (B, T), got {tuple(mask.shape)}")
         counts = mask.bool()
         group = torch.arange(len(mask), device=mask.device).unsqueeze(-1).expand(mask.shape)
-        return Constraint(group, _weight(counts, counts.sum(-1, keepdim=True), reduction), len(mask))
-
-    @staticmethod
-    def batch(mask: Tensor, reduction: Reduction = "mean", process_group: ProcessGroup | None = None) -> Constraint:
-        """One multiplier for all tokens of a mask (...): TRPO's constraint, on this batch.
-
-        With a process group the tokens are those of all its processes, and the bound holds globally.
-
-        Raises:
-            ValueError: On an unknown reduction.
-        """
-        counts = mask.bool()
-        total = _over_processes(counts.sum(), process_group)
-        return Constraint(
-            torch.zeros_like(mask, dtype=torch.int64), _weight(counts, total, reduction), 1, process_group
-        )
+        check_choice("reduction", reduction, REDUCTIONS)
+        total = counts.sum(-1, keepdim=True).clamp(min=1) if reduction == "mean" else 1
+        return Constraint(group, counts.double() / total, len(mask))
 
     def __getitem__(self, index: Any) -> Constraint:
         """The constraint on some token positions, indexed as a tensor would be; weights do not change."""
@@ -130,7 +117,9 @@ class Constraint:
         """Adds up k quantities of (N,) tokens over each group, and over processes, in float64, (k, groups)."""
         stacked = torch.stack([value.double() for value in values])
         sums = stacked.new_zeros(len(values), self.groups).index_add_(1, self.group, stacked)
-        return _over_processes(sums, self.process_group)
+        if self.process_group is not None:
+            torch.distributed.all_reduce(sums, group=self.process_group)  # every process gets the same numbers
+        return sums
 
     def weighted_total(self, *values: Tensor) -> Tensor:
         """Weighted sums of k quantities of (N,) tokens over each group and over processes, in float64, (k, groups).
@@ -162,15 +151,3 @@ class SharedCurve(TokenCurve):
         """Keeps some of the groups, and their tokens."""
         tokens, self._constraint = self._constraint.narrowed(roots)
         super().narrow(tokens)
-
-
-def _weight(counts: Tensor, total: Tensor, reduction: Reduction) -> Tensor:
-    check_choice("reduction", reduction, REDUCTIONS)
-    return counts.double() / (total.clamp(min=1) if reduction == "mean" else 1)
-
-
-def _over_processes(sums: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """Adds up sums over processes, in place; every process gets the same numbers."""
-    if process_group is not None:
-        torch.distributed.all_reduce(sums, group=process_group)
-    return sums

@@ -207,15 +207,13 @@ class Update(Hook):
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
         """The constraint on this process's n tokens; the nested (B, T) mask is true where a token counts."""
-        scope, tokens = self.settings.constraint, self.tokens
-        if scope == "token":
+        tokens = self.tokens
+        if self.settings.constraint == "token":
             return None
-        if scope == "sequence":
-            is_token = torch.ones_like(response_mask).to_padded_tensor(0).bool()
-            at = tuple(index[tokens.numbers] for index in is_token.nonzero(as_tuple=True))
-            constraint = Constraint.sequence(response_mask.to_padded_tensor(0).bool())[at]
-            return dataclasses.replace(constraint, process_group=tokens.group)
-        return Constraint.batch(response_mask.values().bool()[tokens.numbers], process_group=self._processes)
+        is_token = torch.ones_like(response_mask).to_padded_tensor(0).bool()
+        at = tuple(index[tokens.numbers] for index in is_token.nonzero(as_tuple=True))
+        constraint = Constraint.sequence(response_mask.to_padded_tensor(0).bool())[at]
+        return dataclasses.replace(constraint, process_group=tokens.group)
 
     def loss(
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None

@@ -43,7 +43,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
-            sequence; with "batch", those of a micro-batch on all processes.
+            sequence.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
 
