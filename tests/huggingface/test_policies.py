@@ -111,7 +111,6 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
             {"constraint": Constraint.sequence(torch.ones(2, 8, dtype=torch.bool))},
             r"constraint must be for the token positions \(2, 7\)",
         ),
-        ({"tail": "top"}, "tail"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
