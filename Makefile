@@ -1,4 +1,7 @@
-# Every target sets up what it needs, and is safe to run twice.
+# Every target sets up what it needs, and is safe to run twice. One target after the other, also under `make -j`: two
+# must not set up the same environment, and limits of time in tests count on the cores.
+.NOTPARALLEL:
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -75,10 +78,12 @@ demo-smollm2: smollm2
 verl-demo: verl-setup
 	$(VERL_BIN)/python examples/verl/cpu/demo.py --output_dir $(VERL_DEMO_OUTPUT)
 
-# One after the other, also under `make -j`: limits of time in tests count on the cores.
-test: setup verl-setup
-	@$(MAKE) --no-print-directory test-trl
-	@$(MAKE) --no-print-directory test-verl
+# Both, also where the first fails or an environment cannot be set up.
+test:
+	@said= status=0; for suite in test-trl test-verl; do \
+		if $(MAKE) --no-print-directory $$suite; then said="$$said, $$suite passed"; \
+		else said="$$said, $$suite FAILED"; status=1; fi; done; \
+	echo "make test: $${said#, }"; exit $$status
 
 # Two workers of one thread each: small tensors gain nothing from more.
 test-trl: setup
