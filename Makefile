@@ -50,7 +50,10 @@ $(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed $(VLLM_V
 	$(@D)/bin/python -c 'import torch' 2>/dev/null \
 		|| { ! command -v nvidia-smi >/dev/null && $(@D)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
 		|| $(@D)/bin/pip install --quiet "torch==$(TORCH)"
-	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" || { \
+		{ command -v $${CC:-cc} && $(PYTHON) -c 'from sysconfig import get_path; open(get_path("include") + "/Python.h")'; } \
+		>/dev/null 2>&1 || echo "pycosat, which reasoning-gym needs, has no wheels: install a C compiler and Python's headers" \
+			"(Debian: apt-get install gcc python3-dev)" >&2; exit 1; }
 	@touch $@
 
 # By its hash: the package is not vLLM's own, which needs a GPU. What it brings of torchvision's family is built for
