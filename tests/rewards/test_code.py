@@ -20,14 +20,14 @@ import pytest
 from tests.rewards import datasets
 from tests.rewards.datasets import Problem
 from tests.rewards.mutants import mutants, plain_run_passes
-from tests.troll_sandbox.processes import needs_bubblewrap, wait_until
+from tests.troll_sandbox.processes import wait_until
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.supervise import _tree
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 DOUBLE = json.dumps({"asserts": ["assert double(2) == 4", "assert double(3) == 6", "assert double(0) == 0"]})
 RIGHT, WRONG = "def double(x): return 2 * x", "def double(x): return x"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.troll_sandbox.processes import needs_bubblewrap
 from troll.rewards import CodeGrader, time_saved
 from troll.rewards.code import Reward
 from troll.rewards.grading import leaves_unscored
@@ -86,7 +85,7 @@ def paid(reward: Reward, programs: list[str], tests: str, reference: str) -> lis
     return reward(["p"] * len(programs), programs, **rows)
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_time_saved_pays_a_right_program_for_the_cpu_time_that_it_saves(grader: CodeGrader) -> None:
     reward = time_saved(grader)
     streams = paid(reward, [FORMULA + PRINT, LOOP + PRINT, FORMULA + "print(3)"], STREAM, LOOP + PRINT)
@@ -97,7 +96,7 @@ def test_time_saved_pays_a_right_program_for_the_cpu_time_that_it_saves(grader: 
         assert wrong == 0
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_time_saved_pays_next_to_nothing_for_tricks_that_save_nothing(grader: CodeGrader) -> None:
     reward = time_saved(grader)
     for programs, tests, reference, fast in (
@@ -111,7 +110,7 @@ def test_time_saved_pays_next_to_nothing_for_tricks_that_save_nothing(grader: Co
         assert [name for name, each in zip(programs, tricks, strict=True) if each is None or each > honest / 2] == []
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_time_saved_pays_nothing_for_wrong_programs_without_cpu_time(grader: CodeGrader) -> None:
     reward = time_saved(grader)
     streams = [LOOP + program for program in WRONG.values()]

@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from troll.runs.result import commit_of
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with a package of one file."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     identity = ["-c", "user.name=someone", "-c", "user.email=someone@localhost"]

@@ -375,9 +375,8 @@ def test_weights_that_are_cut_short_are_one_line(short_run: list[str], tiny_mode
         train(recipes.load("quickstart", [*short_run, "--model_name_or_path", str(model)]), Console(quiet=True))
 
 
+@pytest.mark.needs_bubblewrap
 def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(short_run, tmp_path, console):
-    if shutil.which("bwrap") is None:
-        pytest.skip("needs bubblewrap")
     once = ["--eval_on_start", "false", "--eval_size", "4"]
     assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl", *once), console)
     lines = lines_of(tmp_path / "run")

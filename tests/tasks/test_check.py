@@ -102,6 +102,7 @@ def test_the_report_shows_the_first_disagreements(write):
     assert "... and 10 more." in page
 
 
+@pytest.mark.needs_bubblewrap
 def test_code_is_checked_by_its_solutions():
     tests = {"asserts": ["assert double(4) == 8"]}
     weak = {"asserts": ["assert callable(double)"]}
@@ -117,6 +118,7 @@ def test_code_is_checked_by_its_solutions():
     assert check(_code([tests], ["def double(x:"])).counts == {("itself", False): 1}
 
 
+@pytest.mark.needs_bubblewrap
 def test_check_refuses_other_rewards_and_data_without_solutions():
     with pytest.raises(TaskError, match="task 'own' has tests, but no solutions"):
         check(_code([{"asserts": ["assert f() == 1"]}], [None]))

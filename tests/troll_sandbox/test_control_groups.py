@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.troll_sandbox.processes import needs_bubblewrap
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, StreamTests
 from troll_sandbox.control_groups import MemoryGroup, MemoryGroups, groups_folder, remove
@@ -113,7 +112,7 @@ def sandbox() -> Iterator[LocalSandbox]:
         yield local
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_sandbox_beyond_its_bound_is_killed_without_its_neighbours(place: Path, sandbox: LocalSandbox) -> None:
     large = "x = b'x' * (300 << 20)\nprint(len(x) >> 20)\ndef f(): return 3"
     small = "x = b'x' * (30 << 20)\nprint(300)\ndef f(): return 3"

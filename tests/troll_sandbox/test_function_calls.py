@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.troll_sandbox import cheats, hostile, idioms
-from tests.troll_sandbox.processes import needs_bubblewrap, wait_until_gone
+from tests.troll_sandbox.processes import wait_until_gone
 from troll.rewards.program import parse_tests
 from troll_sandbox import bubblewrap, function_calls
 from troll_sandbox.bubblewrap import Bubblewrap
@@ -30,7 +30,7 @@ from troll_sandbox.limits import PASSED, Limits, Outcome
 from troll_sandbox.local import LocalSandbox
 from troll_sandbox.supervise import _tree
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=0.5, idle_seconds=0.5, wall_seconds=20.0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import PARENT, needs_bubblewrap, only_program, running, wait_until, wait_until_gone
+from tests.troll_sandbox.processes import PARENT, only_program, running, wait_until, wait_until_gone
 from troll.rewards.code import CodeGrader
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.gvisor import GVisor
@@ -100,7 +100,7 @@ def test_tests_of_a_program_share_one_gvisor_sandbox(sandbox: GVisor) -> None:
     assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "passed"]
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_gvisor_measures_no_cpu_time_that_could_be_paid_for(sandbox: GVisor, grader: CodeGrader) -> None:
     assert [outcome.cpu_seconds for outcome in run_stdio(sandbox, "print(3)", [""], ["3"], LIMITS)] == [None]
     [verdict] = grader.grade(["def f(): return 3"], tests=[json.dumps({"asserts": ["assert f() == 3"]})])
@@ -114,7 +114,7 @@ def test_gvisor_contains_attacks(sandbox: GVisor) -> None:
     wait_until_gone(str(sandbox._folder))
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_code_grader_judges_functions_outside_gvisor(grader: CodeGrader) -> None:
     tests: list[dict[str, object]] = [{"asserts": ["assert f(2) == [4]", "assert f('a') == ['aa']"]}] * 4
     tests += [{**tests[0], "plain": True}] * 2

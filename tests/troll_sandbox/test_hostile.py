@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
-from tests.troll_sandbox.processes import needs_bubblewrap, reason, running, wait_until_gone
+from tests.troll_sandbox.processes import reason, running, wait_until_gone
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import MEBIBYTE, Limits
 from troll_sandbox.stream_runs import run_stdio
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 #: A mark in the command line of every process in a sandbox.
 MARK = 1_000_000 + os.getpid() % 100_000

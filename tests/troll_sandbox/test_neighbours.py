@@ -6,11 +6,11 @@ from contextlib import closing
 import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
-from tests.troll_sandbox.processes import needs_bubblewrap, wait_until_gone
+from tests.troll_sandbox.processes import wait_until_gone
 from troll.rewards.code import CodeGrader
 from troll_sandbox.limits import MEBIBYTE, Limits
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 MARK = 5_000_000 + os.getpid() % 100_000
 LIMITS = Limits(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.troll_sandbox.processes import needs_bubblewrap, reason
+from tests.troll_sandbox.processes import reason
 from troll_sandbox.bubblewrap import Bubblewrap
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 #: Each prints 3.
 PROGRAMS = {

@@ -8,14 +8,14 @@ from itertools import chain, repeat
 
 import pytest
 
-from tests.troll_sandbox.processes import needs_bubblewrap, reason, running, tried_again
+from tests.troll_sandbox.processes import reason, running, tried_again
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, StreamTests
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.limits import MEBIBYTE, PASSED, Limits
 from troll_sandbox.stream_runs import run_stdio
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 SIXTEEN = "0123456789abcde\n"

@@ -2,8 +2,9 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import troll_sandbox
-from tests.troll_sandbox.processes import needs_bubblewrap
 
 PACKAGE = Path(troll_sandbox.__file__).parent
 
@@ -16,7 +17,7 @@ def test_nothing_imports_torch_or_troll() -> None:
         assert not {name.split(".")[0] for name in names} & {"torch", "troll"}, path
 
 
-@needs_bubblewrap
+@pytest.mark.needs_bubblewrap
 def test_readme_example_prints_what_it_shows() -> None:
     code = (PACKAGE / "README.md").read_text().split("```python\n")[1].split("```")[0]
     shown = code.replace("executor.run(", "found = executor.run(")

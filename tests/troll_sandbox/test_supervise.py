@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from tests.troll_sandbox.processes import busy_machine, needs_bubblewrap, wait_until
+from tests.troll_sandbox.processes import busy_machine, wait_until
 from troll_sandbox import supervise
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.errors import StarvedError
@@ -20,7 +20,7 @@ from troll_sandbox.limits import Limits
 from troll_sandbox.stream_runs import run_stdio
 from troll_sandbox.supervise import Watch, wait_for
 
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, idle_seconds=0.5)
 
