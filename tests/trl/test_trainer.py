@@ -1,5 +1,6 @@
 """TrollTrainer in training: what it trains, logs, warns about, saves and refuses."""
 
+import dataclasses
 import math
 from typing import Any
 from unittest import mock
@@ -400,6 +401,46 @@ def test_another_configuration_class_is_refused(make, tmp_path):
     args: Any = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match="args must be a TrollConfig, got GRPOConfig: change the name of the class"):
         TrollTrainer(make.model(), tiny.reward, args, train_dataset=tiny.make_dataset())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo")),
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"steps_per_generation": 1},  # on-policy
+        {"epsilon": 0.1},
+        {"epsilon_high": 0.3},
+        {"beta": 0.1},
+        *(
+            {"surrogate": name}
+            for name in ("regression", "kl_penalty", "none", "dppo_tv", "drpo", "ipo", "icepop", "gmpo")
+        ),
+    ],
+    ids=str,
+)
+def test_a_grpo_trainer_does_not_train_with_a_configuration_that_has_no_clip(make, settings):
+    """It has no part of the surrogate, and would clip."""
+    given = make(**settings).args
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    for args in (given, dataclasses.replace(given, learning_rate=1e-5)):
+        trainer = GRPOTrainer(make.model(), tiny.reward, args, **parts)
+        before = tiny.parameters(trainer.model)
+        with pytest.raises(TypeError, match=r"unsupported operand type.* 'int' and 'NoneType'"):
+            trainer.train()
+        assert trainer.state.global_step == 0 and not tiny.changed(before, trainer.model)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "vespo"])
+def test_a_grpo_trainer_trains_with_a_configuration_of_its_own_loss(make, surrogate):
+    args = make(surrogate=surrogate).args
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    theirs = GRPOTrainer(make.model(), tiny.reward, args, **parts)
+    theirs.train()
+    ours = make(surrogate=surrogate)
+    ours.train()
+    assert theirs.state.global_step == 4
+    assert not tiny.changed(tiny.parameters(theirs.model), ours.model)
 
 
 def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypatch):
