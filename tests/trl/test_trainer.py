@@ -423,8 +423,9 @@ def test_a_grpo_trainer_does_not_train_with_a_configuration_that_has_no_clip(mak
     """It has no part of the surrogate, and would clip."""
     given = make(**settings).args
     parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    parts["reward_funcs"] = tiny.reward
     for args in (given, dataclasses.replace(given, learning_rate=1e-5)):
-        trainer = GRPOTrainer(make.model(), tiny.reward, args, **parts)
+        trainer: Any = GRPOTrainer(make.model(), args=args, **parts)
         before = tiny.parameters(trainer.model)
         with pytest.raises(TypeError, match=r"unsupported operand type.* 'int' and 'NoneType'"):
             trainer.train()
@@ -435,7 +436,8 @@ def test_a_grpo_trainer_does_not_train_with_a_configuration_that_has_no_clip(mak
 def test_a_grpo_trainer_trains_with_a_configuration_of_its_own_loss(make, surrogate):
     args = make(surrogate=surrogate).args
     parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
-    theirs = GRPOTrainer(make.model(), tiny.reward, args, **parts)
+    parts["reward_funcs"] = tiny.reward
+    theirs: Any = GRPOTrainer(make.model(), args=args, **parts)
     theirs.train()
     ours = make(surrogate=surrogate)
     ours.train()

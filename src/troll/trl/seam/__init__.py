@@ -267,7 +267,7 @@ def rows_of_an_epoch(trainer: Any) -> int | None:
     It leaves out what does not fill a rollout.
     """
     sampler = trainer._get_train_sampler() if has_length(trainer.train_dataset) else None
-    return len(sampler) if has_length(sampler) else None  # type: ignore[arg-type]
+    return len(sampler) if has_length(sampler) else None
 
 
 def evaluation_order(trainer: Any, dataset: Any) -> list[int]:
