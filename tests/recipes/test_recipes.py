@@ -97,7 +97,13 @@ def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(mon
     assert "\n" not in without.note
     for installed in (False, True):  # for CPUs
         monkeypatch.setattr(recipes, "find_spec", lambda _, found=installed: found or None)
-        assert recipes.load(name, [*cpu, "--use_vllm", "true"]).training.use_vllm is installed
+        for flag in (["--use_vllm", "true"], ["--use_vllm=true"], ["--use-vllm", "true"], ["--use_vllm"]):
+            if installed:
+                assert recipes.load(name, [*cpu, *flag]).training.use_vllm
+            elif not usable:
+                with pytest.raises(RecipeError, match=r"^--use_vllm: vLLM is not installed here: install it, or leave"):
+                    recipes.load(name, [*cpu, *flag])
+        assert not recipes.load(name, [*cpu, "--use_vllm", "false"]).training.use_vllm
     elsewhere = recipes.load(name, cpu, vllm=True)  # planned here for another machine
     assert (elsewhere.settings["use_vllm"], elsewhere.note) == (True, None)
     assert recipes.load("quickstart").note is None

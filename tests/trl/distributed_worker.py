@@ -2,6 +2,7 @@
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.trl import tiny
 from tests.trl.resuming import HOLDS_KL, SHARDS_ALONE, interrupted
 from tests.trl.sharding import LORA, KeepGradients, is_sharded, through_heads
 from troll.rewards.grading import Grader, Verdict
-from troll.trl import TrollTrainer
+from troll.trl import TrollTrainer, monitor
 from troll.trl.trainer import OLD_POLICY
 
 #: Sequence means and fixed lengths average over processes; so does DAPO, which divides by the tokens of all of them.
@@ -161,6 +162,23 @@ def fail(make: tiny.Maker) -> str:
     return said(FloatingPointError, trainer.train)
 
 
+def silences(make: tiny.Maker, folder: Path) -> dict[str, Any]:
+    """What each process says of runs of which nothing, or nothing good, would come."""
+    size: dict[str, Any] = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "output_dir": str(folder)}
+    settings = {**size, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    found: dict[str, Any] = {
+        "few": said(ValueError, make(SameRollouts, train_dataset=tiny.make_dataset(1), **size).train)
+    }
+    with mock.patch.object(monitor, "IDLE_UPDATES", 2), warnings.catch_warnings(record=True) as idle:
+        warnings.simplefilter("always")
+        make(SameRollouts, learning_rate=1e-9, **settings).train()
+    with warnings.catch_warnings(record=True) as resumed:
+        warnings.simplefilter("always")
+        trainer = make(SameRollouts, **{**settings, "kl_bound": 1e-3, "learning_rate": 1e-9, "max_steps": 8})
+        trainer.train(resume_from_checkpoint=True)
+    return found | {"idle": [str(each.message) for each in idle], "resumed": [str(each.message) for each in resumed]}
+
+
 def mixed_precision(make: tiny.Maker) -> dict[str, Any]:
     # transformers has it on a CPU only where that is not the device.
     with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True):
@@ -197,7 +215,8 @@ def updates(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
         resumed["after an epoch"] = interrupted(make, folder / "epoch", **epochs)
         results: dict[str, Any] = {name: train(make, name, processes=2) for name in CASES}
         evaluations = [evaluate(make, *sizes) for sizes in EVALUATIONS]
-        return results | {"error": fail(make), "evaluations": evaluations, "interrupted": resumed}
+        results |= {"error": fail(make), "silences": silences(make, folder / "silences")}
+        return results | {"evaluations": evaluations, "interrupted": resumed}
     results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}
     results["mixed precision"] = mixed_precision(make)
     results["critic"] = said(ValueError, make, SameRollouts, advantage_estimator="gae", ddp_backend="gloo")

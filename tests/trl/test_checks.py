@@ -14,10 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 from tests.trl import tiny
 from tests.trl.engine import Engine, take_the_place_of_vllm
 from troll.evaluation.model import find_model, load_model
+from troll.trl import TrollTrainer
 from troll.trl.checks import disable_dropout, unresolved_share, warn_about_precision
 from troll.trl.seam import sequences
 
@@ -334,3 +336,100 @@ def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
         disable_dropout(model)
         numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])
     assert numbers[0] == numbers[1]
+
+
+# Data sets that are too small
+
+
+#: Rollouts of two prompts in two updates, and of eight in eight.
+EIGHT = {"steps_per_generation": None, "updates_per_rollout": 8}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "takes"),
+    [
+        (1, {}, 2),
+        (5, EIGHT, 8),
+        (5, {**EIGHT, "max_steps": -1, "num_train_epochs": 2}, 8),
+        (5, {"steps_per_generation": None, "updates_per_rollout": None}, 8),
+        (3, {"generation_batch_size": 16, "steps_per_generation": None}, 4),
+        (3, {**EIGHT, "gradient_accumulation_steps": 2, "num_iterations": 4}, 4),
+        (1, {"per_device_train_batch_size": 8, "steps_per_generation": 1}, 2),
+        (0, {}, 2),
+    ],
+    ids=str,
+)
+def test_fewer_prompts_than_a_rollout_takes_are_refused_before_training(make, monkeypatch, prompts, settings, takes):
+    data = tiny.make_dataset(max(1, prompts)).select(range(prompts))
+    trainer = make(train_dataset=data, **settings)
+    monkeypatch.setattr(GRPOTrainer, "train", lambda *_: pytest.fail("training began"))
+    says = rf"^a rollout takes {takes} prompts .* the training set has {prompts} to train on: lower .*, or add prompts$"
+    with pytest.raises(ValueError, match=says):
+        trainer.train()
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_steps": -1, "num_train_epochs": 1}], ids=str)
+@pytest.mark.parametrize("prompts", [2, 3])
+def test_as_many_prompts_as_a_rollout_takes_train(make, prompts, settings):
+    trainer = make(train_dataset=tiny.make_dataset(prompts), **settings)
+    trainer.train()
+    assert trainer.state.global_step == settings.get("num_train_epochs", 2) * 2
+
+
+def test_a_sampler_of_ones_own_decides_what_fills_a_rollout(make):
+    class Oversampling(TrollTrainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return [0] * 64
+
+    trainer = make(Oversampling, train_dataset=tiny.make_dataset(1))
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_stream_that_ends_within_a_rollout_is_no_finished_training(make):
+    trainer = make(train_dataset=tiny.make_dataset(5).to_iterable_dataset(), **EIGHT)
+    with pytest.raises(ValueError, match=r"^training ended without a step: a rollout takes 8 prompts .* has fewer"):
+        trainer.train()
+
+
+def test_training_that_has_had_all_its_steps_resumes_without_one(make, tmp_path):
+    settings = {"train_dataset": tiny.make_dataset(2), "max_steps": -1, "num_train_epochs": 1}
+    settings |= {"save_strategy": "steps", "save_steps": 2}
+    make(**settings).train()
+    resumed = make(**settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 2
+
+
+DROPS = {"dataloader_drop_last": True, "per_device_eval_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "says"),
+    [
+        (0, {}, "eval_dataset has 0 rows to evaluate: leave it out"),
+        ({"a": 2, "b": 0}, {}, r"eval_dataset\['b'\] has 0 rows to evaluate"),
+        (
+            3,
+            DROPS,
+            "eval_dataset has 3 rows to evaluate, fewer than a batch of 16 completions, which dataloader_drop_",
+        ),
+    ],
+)
+def test_an_evaluation_of_nothing_is_refused_before_training_and_where_it_is_asked_for(make, sizes, settings, says):
+    rows = tiny.make_dataset(9)
+    evaluated: Any = rows.select(range(sizes)) if isinstance(sizes, int) else None
+    if evaluated is None:
+        evaluated = {name: rows.select(range(size)) for name, size in sizes.items()}
+    when = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
+    with pytest.raises(ValueError, match=f"^{says}"):
+        make(eval_dataset=evaluated, **{**when, **settings}).train()
+    trainer = make(eval_dataset=evaluated, max_steps=2, **settings)
+    trainer.train()  # which evaluates nothing
+    with pytest.raises(ValueError, match=r"^the evaluation set has \d rows to evaluate"):
+        trainer.evaluate()
+
+
+def test_a_whole_batch_is_evaluated_where_the_last_one_is_dropped(make):
+    trainer = make(eval_dataset=tiny.make_dataset(4), **DROPS)
+    assert trainer.evaluate()["eval_completions/mean_length"] > 0

@@ -285,11 +285,13 @@ def test_defaults_are_those_of_the_paper_and_of_grpo(tmp_path):
     assert (ours.kl_bound, ours.regression_weight, ours.support_top_k) == (0.05, 1.0, 64)
     assert ours.mass_threshold == 1e-5
     assert ours.disable_dropout
-    changed = {"disable_dropout", "steps_per_generation", "generation_batch_size"}
+    changed = {"disable_dropout", "steps_per_generation", "generation_batch_size", "epsilon"}
     theirs = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     for name in GRPOConfig.__dataclass_fields__:
         if name not in changed and name != "logging_dir":
             assert getattr(ours, name) == getattr(theirs, name), name
+    for args in (config(tmp_path, surrogate="clip"), dataclasses.replace(ours, surrogate="clip")):
+        assert (args.epsilon, args.epsilon_high) == (theirs.epsilon, theirs.epsilon_high)
 
 
 @pytest.mark.parametrize("names", ["epsilon", "epsilon_high", "epsilon and epsilon_high"])

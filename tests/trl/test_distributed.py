@@ -141,6 +141,14 @@ def test_an_evaluation_counts_every_problem_once(two_processes, index):
             assert metrics[f"eval_{name}"] == pytest.approx(expected), name
 
 
+def test_every_process_refuses_a_small_data_set_and_the_first_one_warns(two_processes):
+    for rank, result in enumerate(two_processes):
+        found = result["silences"]
+        assert found["few"].startswith("a rollout takes 2 prompts") and "has 1 to train on" in found["few"]
+        assert sum("TROLL has had no effect so far" in line for line in found["idle"]) == (rank == 0)
+        assert sum("kl_bound was 0.05 and is 0.001" in line for line in found["resumed"]) == (rank == 0)
+
+
 def test_nan_in_one_process_stops_both(two_processes):
     first, second = (result["error"] for result in two_processes)
     assert first == second

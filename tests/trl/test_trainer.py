@@ -1,8 +1,7 @@
 """TrollTrainer in training: what it trains, logs, warns about, saves and refuses."""
 
+import dataclasses
 import math
-import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from tests.trl import dense, tiny
 from tests.trl.distributed_worker import SameRollouts
 from tests.trl.resuming import SETTINGS as RESUMED
 from tests.trl.resuming import interrupted, resumed_exactly
-from troll.trl import TrollConfig, TrollTrainer, monitor, old_policy, seam
+from troll.trl import TrollConfig, TrollTrainer, old_policy, seam
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
@@ -371,29 +370,6 @@ def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
     assert accelerator.reduce.call_count == 4 + 1, "the log's is one more"
 
 
-HOLDS_HALF = {"kl_bound_schedule": "hold_projected_fraction", "kl_bound_schedule_kwargs": {"target": 0.5}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "steps", "warned"),
-    [
-        ({"kl_bound": 1e-6}, 10, 2),
-        ({"kl_bound": 1e-6}, 3, 0),
-        ({"kl_bound": 10.0}, 8, 0),
-        # What was asked for.
-        ({"kl_bound": 1e-6, "constraint": "sequence"}, 5, 0),
-        ({"kl_bound": 1e-3, **HOLDS_HALF}, 5, 0),
-    ],
-)
-def test_many_projected_tokens_over_many_steps_are_warned_about(make, monkeypatch, recwarn, settings, steps, warned):
-    warnings.simplefilter("always")  # a second one, too
-    monkeypatch.setattr(monitor, "WATCHED_STEPS", 4)
-    make(max_steps=steps, **settings).train()
-    said = [text for warning in recwarn if "of the tokens were projected" in (text := str(warning.message))]
-    assert len(said) == warned
-    assert all("lower learning_rate" in text for text in said)
-
-
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [
@@ -424,6 +400,48 @@ def test_another_configuration_class_is_refused(make, tmp_path):
     args: Any = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match="args must be a TrollConfig, got GRPOConfig: change the name of the class"):
         TrollTrainer(make.model(), tiny.reward, args, train_dataset=tiny.make_dataset())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo")),
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"steps_per_generation": 1},  # on-policy
+        {"epsilon": 0.1},
+        {"epsilon_high": 0.3},
+        {"beta": 0.1},
+        *(
+            {"surrogate": name}
+            for name in ("regression", "kl_penalty", "none", "dppo_tv", "drpo", "ipo", "icepop", "gmpo")
+        ),
+    ],
+    ids=str,
+)
+def test_a_grpo_trainer_does_not_train_with_a_configuration_that_has_no_clip(make, settings):
+    """It has no part of the surrogate, and would clip."""
+    given = make(**settings).args
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    parts["reward_funcs"] = tiny.reward
+    for args in (given, dataclasses.replace(given, learning_rate=1e-5)):
+        trainer: Any = GRPOTrainer(make.model(), args=args, **parts)
+        before = tiny.parameters(trainer.model)
+        with pytest.raises(TypeError, match=r"unsupported operand type.* 'int' and 'NoneType'"):
+            trainer.train()
+        assert trainer.state.global_step == 0 and not tiny.changed(before, trainer.model)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "vespo"])
+def test_a_grpo_trainer_trains_with_a_configuration_of_its_own_loss(make, surrogate):
+    args = make(surrogate=surrogate).args
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    parts["reward_funcs"] = tiny.reward
+    theirs: Any = GRPOTrainer(make.model(), args=args, **parts)
+    theirs.train()
+    ours = make(surrogate=surrogate)
+    ours.train()
+    assert theirs.state.global_step == 4
+    assert not tiny.changed(tiny.parameters(theirs.model), ours.model)
 
 
 def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypatch):
@@ -488,16 +506,6 @@ def test_train_resumes_in_the_trainer_that_was_interrupted_with_a_rollout_of_its
     trainer.train(resume_from_checkpoint=True)
     steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
     assert [{key: value for key, value in entry.items() if key != "step_time"} for entry in steps] == whole
-
-
-def test_a_resumed_run_does_not_judge_its_first_entry_as_many_steps(make, tmp_path, monkeypatch):
-    """The watch over projected tokens starts anew: it has not seen the steps before."""
-    monkeypatch.setattr(monitor, "WATCHED_STEPS", 4)
-    settings = {"kl_bound": 1e-6, "max_steps": 6, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
-    make(**settings).train()
-    resumed = make(**settings)
-    with tiny.no_warnings_about("of the tokens were projected"):
-        resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-4"))
 
 
 class LogAtTwo(TrainerCallback):

@@ -8,9 +8,9 @@ add a recipe, add a file to this folder.
 A setting in a field with a dictionary is `field.name` on the command line and in a grid, such as
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
 
-`use_vllm: true` applies where vLLM can run: on GPUs, and on a CPU only with `--use_vllm true` on the command line.
-Elsewhere transformers generates, `generation_chunk_size` completions at a time; the command says so, and the run's
-settings have `use_vllm: false`.
+`use_vllm: true` in a recipe applies where vLLM is installed and there is a GPU. Elsewhere transformers generates,
+`generation_chunk_size` completions at a time; the command says so, and the run's settings have `use_vllm: false`. With
+`--use_vllm true` on the command line vLLM generates on a CPU too, and it is an error if it is not installed.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         The recipe, with `use_vllm` off where vLLM cannot run.
 
     Raises:
-        RecipeError: If the recipe or a field is unknown, a value does not fit its field, or the overrides do not pick
-            one point of a grid.
+        RecipeError: If the recipe or a field is unknown, a value does not fit its field, the overrides do not pick one
+            point of a grid, or they ask for vLLM where it is not installed.
     """
     path = find(name_or_path)
     settings, grid = _read(path, ())
@@ -234,8 +234,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         )
     note = None
     usable = vllm_is_usable() and not training.use_cpu if vllm is None else vllm
-    asked_for = "use_vllm" in given and find_spec("vllm") is not None  # its build for CPUs too
-    if training.use_vllm and not (usable or asked_for):
+    if training.use_vllm and not usable and "use_vllm" in given:
+        if find_spec("vllm") is None:  # its build for CPUs would do
+            raise RecipeError("--use_vllm: vLLM is not installed here: install it, or leave the flag out")
+    elif training.use_vllm and not usable:
         training.use_vllm = False
         chunk = training.generation_chunk_size or training.generation_batch_size
         note = (

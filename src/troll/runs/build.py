@@ -27,6 +27,7 @@ from troll.tasks.custom import load_function
 from troll.tasks.loading import decontaminate
 from troll.terminal import one_line, say
 from troll.trl import TrollTrainer
+from troll.trl.checks import refuse_few_rows
 
 
 @dataclass(frozen=True)
@@ -203,22 +204,15 @@ def _trainer(
             quantization_config=get_quantization_config(model),
             rollout_func=rollout_func,
         )
+        refuse_few_rows(trainer)
     except SafetensorError as error:
         raise RecipeError(
             f"the weights of {model_path} cannot be read, {error}: download or save them again"
         ) from error
     except OSError as error:
         raise _missing_model(model_path) from error
-    except ValueError as error:  # TRL checks some settings only here
+    except ValueError as error:  # some settings are checked only here
         raise RecipeError(one_line(error)) from error
-    assert training.generation_batch_size is not None and training.num_generations is not None  # set by the parent
-    wanted = training.generation_batch_size // training.num_generations
-    if len(task.train_dataset) < wanted:  # TRL would drop the incomplete rollout, and end without a step
-        raise RecipeError(
-            f"a rollout takes {wanted} prompts (generation_batch_size / num_generations), and task {task.name} has "
-            f"{len(task.train_dataset)} to train on: lower per_device_train_batch_size or updates_per_rollout, or "
-            "raise num_generations"
-        )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     return trainer

@@ -14,11 +14,8 @@ from troll.recipes import Recipe, RecipeError, differences
 from troll.runs.grid import PlannedRun
 from troll.runs.recorded import MANIFEST
 from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
+from troll.trl.resumed_settings import may_change
 
-# The settings that a resumed run may change, and all that begin with one of these: its length and its output, and what
-# the error about NaN advises.
-_MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name", "max_grad_norm"}
-_MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
 _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on
 
 #: The lock of a run's folder. With a `_`, transformers does not push it to the hub.
@@ -78,7 +75,7 @@ def check_same_run(settings: Mapping[str, Any], folder: Path, may_change: Callab
 
 
 def _may_change(name: str) -> bool:
-    return name in _MAY_CHANGE or (name.startswith(_MAY_CHANGE_PREFIXES) and name not in _DECIDES_THE_DATA)
+    return may_change(name) and name not in _DECIDES_THE_DATA
 
 
 def claim(

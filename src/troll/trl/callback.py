@@ -12,12 +12,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from troll.files import write_atomically
 from troll.trl import seam
 from troll.trl.checkpoints import MARKER, say_resumed
+from troll.trl.resumed_settings import changed_settings, save_settings, settings
 from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds the state of the bound's schedule or controller.
 BOUND_STATE = "kl_bound.json"
 #: The file that holds the weight of a pull or a KL penalty, if it adapts.
 PENALTY_STATE = "kl_penalty.json"
+#: The file that holds what the watch over projected tokens has counted.
+WATCH_STATE = "projected.json"
 
 
 class TrollCallback(TrainerCallback):
@@ -36,7 +39,10 @@ class TrollCallback(TrainerCallback):
         self._used_bound, self._used_penalty_weight = self.kl_bound.value, self._kl_controller.value
         #: Whether the current update leaves the policy as it is: the critic warms up, or nothing was judged.
         self._policy_stays = False
+        #: Whether the policy has changed since the tokens of the current update were sampled.
+        self._moved = False
         self._rollouts = 0
+        self._settings: dict[str, Any] = {}
         #: From `checkpoints.resolved`: the checkpoint to resume from, if any, and the defects of newer ones.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
@@ -45,7 +51,9 @@ class TrollCallback(TrainerCallback):
         for part in self._saved:
             part.save(checkpoint)
         if self._args.should_save:
+            save_settings(self._settings, checkpoint)
             write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
+            write_atomically(checkpoint / WATCH_STATE, json.dumps(self._monitor.watch.state_dict()))
             if self._kl_controller.adapts:
                 write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
 
@@ -54,12 +62,16 @@ class TrollCallback(TrainerCallback):
     ) -> None:
         """Restores ε, β, the critic and the order of the data, and drops the state of an interrupted update."""
         self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
-        self._rollouts = self._rollouts_done()
+        self._rollouts, self._moved = self._rollouts_done(), self._passes_since_sampling() > 0
+        self._settings = settings(self._args)
         for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
             part.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
             return
+        changed = changed_settings(self._settings, Path(checkpoint))
+        if changed is not None and state.is_world_process_zero:
+            warnings.warn(changed, stacklevel=2)
         seam.skip_epochs(train_dataloader, int(state.epoch or 0))
         for part in self._saved:
             part.load(Path(checkpoint))
@@ -74,6 +86,9 @@ class TrollCallback(TrainerCallback):
                 ) from error
         elif self._args.kl_bound_schedule != "fixed" and state.is_world_process_zero:
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
+        path = Path(checkpoint) / WATCH_STATE
+        if path.is_file() and changed is None:  # with other settings, the counts begin anew
+            self._monitor.watch.load_state_dict(json.loads(path.read_text()))
         self.kl_bound.set_age(self._age())  # a resumed run begins with a rollout
         path = Path(checkpoint) / PENALTY_STATE
         if self._kl_controller.adapts and path.is_file():
@@ -102,9 +117,10 @@ class TrollCallback(TrainerCallback):
         # Also between two of `logging_steps`: after the evaluation that may follow, TRL drops what is left.
         control.should_log |= control.should_training_stop
         rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
-        self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._policy_stays)
-        self._rollouts = rollouts
-        statistics = self._monitor.end_update()
+        last, self._rollouts = rollouts > self._rollouts, rollouts
+        self._kl_controller.end_update(adapt=last and not self._policy_stays)
+        statistics = self._monitor.end_update(moved=self._moved and not self._policy_stays, last=last)
+        self._moved = self._passes_since_sampling() > 0
         if statistics is not None:
             self._used_bound = self.kl_bound.value
             if not self._policy_stays:  # without a change of the policy there is no information about ε
@@ -120,7 +136,7 @@ class TrollCallback(TrainerCallback):
         """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to the metrics that TRL logs."""
         if not (control.should_log or control.should_training_stop):  # the latter by a callback after this one
             return
-        metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
+        metrics = self._monitor.metrics() | self._diagnostics.metrics()
         if metrics and self._trainer.surrogate.projects:
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._kl_controller.name:
@@ -132,10 +148,13 @@ class TrollCallback(TrainerCallback):
 
     def _age(self) -> int:
         """The age of the next update's rollout: the updates since its tokens were sampled from the network itself."""
+        return self._passes_since_sampling() // self._args.gradient_accumulation_steps
+
+    def _passes_since_sampling(self) -> int:
         passes = seam.micro_batches_done(self._trainer) % self._args.rollout_steps
         weights = self._trainer.rollout_weights
         behind = 0 if weights is None else weights.rollouts_behind(anew=passes == 0)
-        return (behind * self._args.rollout_steps + passes) // self._args.gradient_accumulation_steps
+        return behind * self._args.rollout_steps + passes
 
     def _rollouts_done(self) -> int:
         """The number of rollouts that have had all their updates."""

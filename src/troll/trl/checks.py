@@ -12,11 +12,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import Tensor
+from transformers.trainer_utils import has_length
 
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.rewards.grading import clash
+from troll.trl import seam
 from troll.trl.config import TrollConfig
-from troll.trl.seam import engine_vocabulary, prompt_ids
 
 #: Every model has a few weights that are too large for a step to change them, such as those of norms. A larger share
 #: than this deserves a warning.
@@ -97,6 +98,46 @@ def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
         raise ValueError(problem)
 
 
+def refuse_few_rows(trainer: Any) -> None:
+    """Raises ValueError if a training, or the evaluations within it, would end without a single batch."""
+    args = trainer.args
+    if seam.rows_of_an_epoch(trainer) == 0:
+        raise ValueError(_few_prompts(trainer, f"the training set has {len(trainer.train_dataset)}"))
+    if args.eval_strategy != "no" or args.eval_on_start:
+        evaluated = trainer.eval_dataset
+        for name, data in evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]:
+            refuse_no_batch(trainer, data, "eval_dataset" if name is None else f"eval_dataset[{name!r}]")
+
+
+def refuse_no_step(trainer: Any) -> None:
+    """Raises ValueError if a training has ended before its first step, since its stream ended within a rollout."""
+    state = trainer.state
+    if state.global_step < state.max_steps and not seam.micro_batches_done(trainer):
+        raise ValueError(f"training ended without a step: {_few_prompts(trainer, 'the training set has fewer')}")
+
+
+def refuse_no_batch(trainer: Any, dataset: Any, subject: str = "the evaluation set") -> None:
+    """Raises ValueError if an evaluation on a data set would have no batch; `subject` names it in the error."""
+    if not has_length(dataset):
+        return
+    args, rows = trainer.args, len(dataset)
+    batch = args.eval_batch_size * args.world_size if args.dataloader_drop_last else 1
+    if rows * trainer.num_generations_eval < batch:
+        more = f", fewer than a batch of {batch} completions, which dataloader_drop_last drops" if rows else ""
+        raise ValueError(f"{subject} has {rows} rows to evaluate{more}: leave it out, or add rows")
+
+
+def _few_prompts(trainer: Any, number: str) -> str:
+    args = trainer.args
+    reused = "updates_per_rollout" if args.updates_per_rollout else "steps_per_generation"
+    lower = [name for name in (reused, "per_device_train_batch_size") if getattr(args, name) > 1]
+    remedies = [*(f"lower {name} (now {getattr(args, name)})" for name in lower), "add prompts"]
+    return (
+        f"a rollout takes {args.generation_batch_size // trainer.num_generations} prompts (generation_batch_size / "
+        f"num_generations), and {number} to train on: {', or '.join(remedies)}"
+    )
+
+
 def tokenizer_of(trainer: Any) -> Any:
     """The trainer's tokenizer; that of its processor, where it has images."""
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -124,7 +165,7 @@ def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None)
         data_sets = [data for data in _data_sets(trainer) if isinstance(data, Dataset)]
         batches = (batch["prompt"] for data in data_sets for batch in data.select_columns("prompt").iter(1000))
         for batch in batches if examples is None else [[example["prompt"] for example in examples]]:
-            used |= {number: "which is in the prompts" for ids in prompt_ids(trainer, batch) for number in ids}
+            used |= {number: "which is in the prompts" for ids in seam.prompt_ids(trainer, batch) for number in ids}
     for number in sorted(missing.keys() & used.keys()):
         raise ValueError(
             f"the tokenizer has ids up to {max(missing)}, and the model's embedding has {rows} rows: it lacks "
@@ -155,7 +196,7 @@ def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
 def refuse_another_vocabulary(trainer: Any) -> None:
     """Raises ValueError if vLLM has read a model with another number of tokens than the trained one."""
     ours = trainer.model.config.get_text_config().vocab_size
-    theirs = engine_vocabulary(trainer.vllm_generation)
+    theirs = seam.engine_vocabulary(trainer.vllm_generation)
     if theirs not in (ours, None):
         raise ValueError(
             f"vLLM has read a model of {theirs} tokens from {trainer.vllm_generation.model.name_or_path}, and the "

@@ -107,9 +107,9 @@ class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
 
     Every field of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
-    of one (`updates_per_rollout`). And TRL's clip is on only with `surrogate` "clip": any other surrogate ignores
-    `epsilon` and `epsilon_high` (except "cispo", which uses the latter) and refuses `delta` and the loss type "luspo".
-    The loss types "cispo", "sapo" and "vespo" are surrogates.
+    of one (`updates_per_rollout`). And TRL's clip is on only with `surrogate` "clip": any other surrogate sets
+    `epsilon` and `epsilon_high` to None (except "cispo", which uses the latter) and refuses `delta` and the loss type
+    "luspo". The loss types "cispo", "sapo" and "vespo" are surrogates.
 
     Args:
         updates_per_rollout: Optimiser updates made with each rollout. It sets TRL's `steps_per_generation` to
@@ -250,6 +250,8 @@ class TrollConfig(GRPOConfig):
                 f"{self.gradient_accumulation_steps} an update: leave one of them out"
             )
         self.updates_per_rollout = None if rest else updates
+        if self.epsilon is None:  # in a copy, which may have another surrogate
+            self.epsilon = GRPOConfig.epsilon
         self._check_values()
         self._settle_loss()
         self._check_reward()
@@ -316,6 +318,8 @@ class TrollConfig(GRPOConfig):
             warnings.warn(
                 f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} does not use them", stacklevel=4
             )
+        # A clip that is off has no range; a GRPOTrainer, which would turn it on, fails in its first loss.
+        vars(self).update(dict.fromkeys(unread))
 
     def _check_reward(self) -> None:
         """Checks that the rewards can be combined as the estimator and `kl_in_reward` need them."""

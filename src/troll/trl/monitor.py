@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
 from troll.trl.config import TrollConfig
+from troll.trl.surrogates import SURROGATES
 from troll.trust_region.bounds import BoundStatistics
 from troll.trust_region.diagnostics import support_too_small
 from troll.trust_region.metrics import Tally, step_tally, support_tally
@@ -19,8 +21,10 @@ REMEDY = (
     "and the update was not made. Resume from the last checkpoint with a lower max_grad_norm, or begin a new run from "
     "its weights with a lower learning_rate (a resumed run keeps that of its checkpoint); in fp16, use bf16"
 )
-#: A larger fraction of projected tokens than this, over this many optimiser steps, is worth a warning.
-WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
+#: A larger fraction of projected tokens than this, over this many rollouts, is worth a warning.
+LARGE_FRACTION, WATCHED_ROLLOUTS = 0.1, 2
+#: And so is none in this many updates of a policy that had moved since its tokens were sampled.
+IDLE_UPDATES = 100
 #: The means over an update's tokens that the host needs before the update ends.
 _KNOWN = ("projected_fraction", "kl_before_mean")
 
@@ -35,14 +39,14 @@ class Monitor:
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
         self._accelerator, self._args = accelerator, args
-        self.start()
-        # Projected tokens, and all, since some step.
-        self._watched = [0.0, 0.0]
-        self._watched_since: int | None = None
+        #: Finds whether the bound is too wide or too narrow.
+        self.watch = Watch(args)
         self._warned_of_coverage = False
+        self.start()
 
     def start(self) -> None:
         """Begins a training, without the sums of an interrupted update."""
+        self.watch.start()
         self.tally = Tally()
         # The sums that the host needs: of the current update, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
@@ -81,28 +85,30 @@ class Monitor:
             )
         if known.counts.get("nonfinite_losses"):
             raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
-        if self._watched_since is None and self._known:
-            self._watched_since = global_step
 
-    def end_update(self) -> BoundStatistics | None:
-        """The statistics of the update that ends here, over all processes; None if no token was observed."""
+    def end_update(self, *, moved: bool, last: bool) -> BoundStatistics | None:
+        """The statistics of the update that ends here, over all processes; None if no token was observed.
+
+        Args:
+            moved: Whether the policy had changed since the update's tokens were sampled.
+            last: Whether the update was the last one of a rollout.
+        """
         known, self._known = self._known, {}
         if not known:
             return None
         (projected, tokens), (kl, _) = known["projected_fraction"].tolist(), known["kl_before_mean"].tolist()
+        message = self.watch.observe(projected, tokens, kl, moved=moved, last=last)
+        if message is not None and self._accelerator.is_main_process:
+            warnings.warn(message, stacklevel=2)
         return BoundStatistics(projected_fraction=projected / tokens, kl=kl / tokens) if tokens else None
 
-    def metrics(self, global_step: int) -> dict[str, float]:
-        """`trust_region/*` over all tokens since the last call and all processes, and warnings about them."""
+    def metrics(self) -> dict[str, float]:
+        """`trust_region/*` over all tokens since the last call and all processes, and a warning about the support."""
         if not self.tally.totals:
             return {}
         tally = over_processes(self.tally, self._accelerator)
         self.tally = Tally()
         metrics = {name: value.item() for name, value in tally.values(empty=0.0).items()}
-        # One multiplier for many tokens projects them all, and a controller keeps the projected share at a target.
-        if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
-            projected, tokens = tally.totals["projected_fraction"].tolist()
-            self._watch_projections(projected, tokens, global_step)
         message = support_too_small(metrics["tail_mass"], top_k=self._args.support_top_k, setting="support_top_k")
         if (
             self._args.truncation is None
@@ -114,18 +120,77 @@ class Monitor:
             warnings.warn(message, stacklevel=2)
         return {f"trust_region/{name}": value for name, value in metrics.items()}
 
-    def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:
-        self._watched = [self._watched[0] + projected, self._watched[1] + tokens]
-        if self._watched_since is None or global_step - self._watched_since < WATCHED_STEPS:
-            return
-        fraction = self._watched[0] / max(self._watched[1], 1)
-        if fraction > WATCHED_FRACTION and self._accelerator.is_main_process:
-            warnings.warn(
-                f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
-                "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
-                stacklevel=2,
-            )
-        self._watched, self._watched_since = [0.0, 0.0], None
+
+class Watch:
+    """Finds, once in a training, that hardly any token or too many are projected; the same on every process.
+
+    A resumed run continues with the state of its checkpoint, and does not repeat a warning.
+
+    Args:
+        args: The trainer's configuration.
+    """
+
+    def __init__(self, args: TrollConfig) -> None:
+        self._args = args
+        projects = SURROGATES[args.surrogate].projects
+        # The proximal pull acts on every token, also on those within the bound.
+        self._looks_for_none = projects and args.pull == "projection"
+        # One multiplier for many tokens projects them all, and a controller keeps the projected share at a target.
+        self._looks_for_many = (
+            projects and args.constraint == "token" and args.kl_bound_schedule != "hold_projected_fraction"
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Begins a training."""
+        # While no token has been projected: the updates of a policy that had moved. Then, or once that is said: None.
+        self._idle: int | None = 0
+        # Projected tokens, all tokens, and whole rollouts, until a warning: then None.
+        self._recent: tuple[float, float, int] | None = (0.0, 0.0, 0)
+
+    def observe(self, projected: float, tokens: float, kl: float, *, moved: bool, last: bool) -> str | None:
+        """Counts an update, see `Monitor.end_update`; returns a warning if there is one.
+
+        Args:
+            projected: The number of its projected tokens.
+            tokens: The number of all its tokens.
+            kl: The sum of their KL divergences before the projection, in nats.
+            moved: See `Monitor.end_update`.
+            last: See `Monitor.end_update`.
+        """
+        args = self._args
+        reuse = "updates_per_rollout" if args.updates_per_rollout else "steps_per_generation"
+        reuse = f"{reuse} (now {getattr(args, reuse)})"
+        if self._idle is not None and self._looks_for_none:
+            self._idle = None if projected else self._idle + (moved and tokens > 0)
+            if self._idle == IDLE_UPDATES:
+                self._idle = None
+                return (
+                    f"TROLL has had no effect so far: no token was projected in {IDLE_UPDATES} updates of a policy "
+                    f"that had moved since its rollout. In the last one its mean KL was {kl / tokens:.1g} nats, and "
+                    f"kl_bound is {args.kl_bound:g}. Raise learning_rate (now {args.learning_rate:g}) or {reuse}, or "
+                    "lower kl_bound"
+                )
+        if self._recent is not None and self._looks_for_many:
+            projected, tokens, rollouts = self._recent[0] + projected, self._recent[1] + tokens, self._recent[2] + last
+            self._recent = (projected, tokens, rollouts) if rollouts < WATCHED_ROLLOUTS else (0.0, 0.0, 0)
+            if rollouts == WATCHED_ROLLOUTS and projected > LARGE_FRACTION * tokens:
+                self._recent = None
+                return (
+                    f"{projected / tokens:.0%} of the tokens of the last {WATCHED_ROLLOUTS} rollouts were projected, "
+                    "so the bound rather than the advantages decides the update: raise kl_bound (now "
+                    f"{args.kl_bound:g}), or lower learning_rate (now {args.learning_rate:g}) or {reuse}"
+                )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, for a checkpoint; they survive JSON."""
+        return {"idle": self._idle, "recent": self._recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the counts of a checkpoint."""
+        self._idle = state["idle"]
+        self._recent = None if state["recent"] is None else tuple(state["recent"])
 
 
 def over_processes(tally: Tally, accelerator: Accelerator) -> Tally:

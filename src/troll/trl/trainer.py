@@ -382,6 +382,7 @@ class TrollTrainer(GRPOTrainer):
         Their names start with the prefix, which names the data set if there are several: `eval_pass@1`,
         `eval_aime24_pass@1`.
         """
+        checks.refuse_no_batch(self, dataloader.dataset)
         own = seam.evaluation_metrics(self)
         self.eval_metrics.start()
         own.clear()
@@ -407,12 +408,16 @@ class TrollTrainer(GRPOTrainer):
         """Overrides the parent: True resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete.
+            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete; or if
+                the training set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate.
         """
+        checks.refuse_few_rows(self)
         self._use_checked = False
         seam.forget_rollout(self)
         self.callback.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
-        return super().train(self.callback.resumed[0], *positional, **kwargs)
+        output = super().train(self.callback.resumed[0], *positional, **kwargs)
+        checks.refuse_no_step(self)
+        return output
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         checkpoint = seam.checkpoint_folder(self, trial)

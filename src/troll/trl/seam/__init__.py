@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
 from trl.trainer import utils
 
@@ -259,6 +259,15 @@ def drop_clip_metrics(trainer: Any) -> None:
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     for name in [name for name in metrics if name.startswith("clip_ratio/")]:
         del metrics[name]
+
+
+def rows_of_an_epoch(trainer: Any) -> int | None:
+    """The rows that the sampler of the training set draws in an epoch, repetitions included; None if it has no length.
+
+    It leaves out what does not fill a rollout.
+    """
+    sampler = trainer._get_train_sampler() if has_length(trainer.train_dataset) else None
+    return len(sampler) if has_length(sampler) else None
 
 
 def evaluation_order(trainer: Any, dataset: Any) -> list[int]:

@@ -90,6 +90,7 @@ RELIED_ON = (
         "_metrics _logs reward_func_names reward_weights reward_processing_classes rollout_func",
     ),
     _method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
+    _method(GRPOTrainer, "_get_train_sampler", "whether the data fills a rollout", uses="generation_batch_size"),
     _method(GRPOTrainer, "_get_eval_sampler", "the order of evaluations", "eval_dataset"),
     _method(GRPOTrainer, "log", "that our metrics are averaged and logged with TRL's", uses="_metrics _logs"),
     _method(

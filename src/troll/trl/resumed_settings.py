@@ -1,0 +1,117 @@
+"""Says in which settings a resumed run differs from the one that wrote its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from troll.files import flat, read_json, write_atomically
+from troll.trl.config import TrollConfig
+
+#: The file of a checkpoint that holds the settings of its run. transformers keeps them too, as a pickle, and loading a
+#: pickle can run any program.
+SETTINGS_FILE = "settings.json"
+
+#: The settings that a resumed run may change without a word, and all that begin with one of the prefixes: its length,
+#: its output, evaluations, where it runs, and what the error about NaN advises.
+_MAY_CHANGE = {
+    "batch_eval_metrics",
+    "debug",
+    "disable_tqdm",
+    "do_eval",
+    "do_predict",
+    "do_train",
+    "enable_jit_checkpoint",
+    "greater_is_better",
+    "ignore_data_skip",
+    "load_best_model_at_end",
+    "local_rank",
+    "max_grad_norm",
+    "max_steps",
+    "metric_for_best_model",
+    "num_completions_to_print",
+    "num_generations_eval",
+    "num_train_epochs",
+    "output_dir",
+    "per_device_eval_batch_size",
+    "prediction_loss_only",
+    "project",
+    "report_to",
+    "restore_callback_states_from_checkpoint",
+    "resume_from_checkpoint",
+    "run_name",
+    "skip_memory_metrics",
+}
+_MAY_CHANGE_PREFIXES = (
+    "dataloader_",
+    "ddp_",
+    "eval_",
+    "hub_",
+    "include_",
+    "log_",
+    "logging_",
+    "push_to_hub",
+    "save_",
+    "trackio_",
+    "vllm_group_port",
+    "vllm_server_",
+)
+
+#: The settings that are part of an optimizer's state, which a resumed run takes from its checkpoint.
+_OPTIMIZER = {
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "critic_kwargs.learning_rate",
+    "critic_kwargs.weight_decay",
+}
+
+
+def may_change(name: str) -> bool:
+    """Whether a resumed run may change a setting without a word."""
+    return name in _MAY_CHANGE or name.startswith(_MAY_CHANGE_PREFIXES)
+
+
+def settings(args: TrollConfig) -> dict[str, Any]:
+    """The settings that decide what a run computes, by name, as JSON holds them."""
+    return {name: _plain(value) for name, value in flat(args.to_dict()).items() if not may_change(name)}
+
+
+def save_settings(settings: dict[str, Any], checkpoint: Path) -> None:
+    """Writes them into a checkpoint."""
+    write_atomically(checkpoint / SETTINGS_FILE, json.dumps(settings, indent=2, allow_nan=False))
+
+
+def changed_settings(settings: dict[str, Any], checkpoint: Path) -> str | None:
+    """One line about the settings that differ from a checkpoint's; None if none does, or the checkpoint has no file.
+
+    Raises:
+        ValueError: If the checkpoint's file is no JSON.
+    """
+    path = checkpoint / SETTINGS_FILE
+    there = read_json(path) if path.is_file() else settings
+    names = [name for name in {**settings, **there} if there.get(name) != settings.get(name)]
+    if not names:
+        return None
+    changes = [f"{name} was {json.dumps(there.get(name))} and is {json.dumps(settings.get(name))}" for name in names]
+    kept = [name for name in names if name in _OPTIMIZER]
+    stays = f". The optimizer keeps the {' and the '.join(kept)} of the checkpoint" if kept else ""
+    return f"resuming from {checkpoint.name} with other settings: {', '.join(changes)}{stays}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value if isinstance(value, str | int | float | None) else type(value).__name__
