@@ -109,7 +109,6 @@ def test_watch_sees_that_more_and_more_is_projected(tmp_path):
     [
         {"surrogate": "clip"},
         {"constraint": "sequence"},
-        {"constraint": "batch"},
         {"kl_bound_schedule": "hold_projected_fraction", "kl_bound_schedule_kwargs": {"target": 0.5}},
     ],
     ids=str,

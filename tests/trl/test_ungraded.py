@@ -189,7 +189,7 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
         {"surrogate": "kl_penalty"},
         {"constraint": "sequence"},
         {"constraint": "sequence", "loss_type": "dr_grpo"},
-        {"constraint": "batch", "scale_rewards": "batch"},
+        {"constraint": "sequence", "scale_rewards": "batch"},
         {"advantage_estimator": "rloo"},
         {"advantage_estimator": "reinforce_plus_plus", "num_generations": 6},
         {"advantage_estimator": "gae"},
