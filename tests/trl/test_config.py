@@ -77,7 +77,7 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("vespo_lambda_neg", "finite and at least 0", math.nan, {"surrogate": "vespo"}),
         # Words.
         ("pull", "one of projection, proximal", "old", {}),
-        ("constraint", "one of token, sequence, batch", "tokens", {}),
+        ("constraint", "one of token, sequence", "tokens", {}),
         ("constraint_reduction", "one of mean, sum", "max", {}),
         ("rollout_dtype", "'bfloat16' or 'float16'", "int8", {"rollout_delay": 1}),
         ("surrogate_kwargs", "a JSON object", "0.3", {}),
