@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from importlib import import_module
@@ -13,6 +12,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import measure
+from troll.files import json_text
 
 NAMES = (
     "head",
@@ -86,7 +86,7 @@ def main() -> None:
         models = [arguments.model] if name in ("coverage", "engine", "step", "truncation") and arguments.model else []
         rows = module.main(arguments.device, arguments.repeats, *models)
         path = arguments.output / f"{name}-{arguments.device}.json"
-        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+        path.write_text(json_text({"environment": environment, "rows": rows}, indent=1))
         Console().print(f"{path}\n")
 
 

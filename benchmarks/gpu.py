@@ -23,9 +23,10 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from benchmarks import measure
+from troll.files import json_text
 
 #: The packages that `troll compare` imports. Below, the model of its runs, untrained, with 0.1 billion parameters.
-TRAINING_NEEDS = ("trl", "transformers", "accelerate", "datasets", "peft", "reasoning_gym", "yaml", "rich")
+TRAINING_NEEDS = ("trl", "transformers", "accelerate", "datasets", "peft", "reasoning_gym", "yamlcore", "rich")
 MODEL = {"vocab_size": 151_936, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
 SMALL_MODEL = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 TRAINING = {"max_steps": 16, "per_device_train_batch_size": 64, "steps_per_generation": 4, "max_completion_length": 64}
@@ -161,7 +162,7 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
             outcome = f"failed: {type(error).__name__}: {error}"
         found.append({"part": part.name, "outcome": outcome, "seconds": time.monotonic() - began, "rows": rows})
         Console().print(f"[bold]{part.name}[/bold]: {outcome}, {found[-1]['seconds']:.0f} s", highlight=False)
-        (output / f"{name}.json").write_text(json.dumps({"environment": environment, "parts": found}, indent=1))
+        (output / f"{name}.json").write_text(json_text({"environment": environment, "parts": found}, indent=1))
         (output / f"{name}.md").write_text(page(environment, found))
     Console().print(output / f"{name}.md")
     return not any(part["outcome"].startswith("failed") for part in found)

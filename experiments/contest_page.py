@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.contest import Contestant, Contrast, contestants, contrasts, counts_text, range_text, rate_text
-from troll.files import write_atomically
+from troll.files import json_text, write_atomically
 from troll.runs.comparison import panels, read_comparison
 from troll.runs.comparison_tables import difference, estimate_json, estimate_text, method_json
 from troll.runs.dot_figures import format_axis, outcome_section
@@ -64,7 +63,7 @@ def write_contest(paths: Sequence[Path], folder: Path, choices: Sequence[Mapping
         "contrasts": [_contrast_json(one) for one in found],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "contest.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(folder / "contest.json", json_text(content, indent=2) + "\n")
     page = folder / "contest.html"
     write_atomically(page, contest_html(methods, found, choices))
     return page

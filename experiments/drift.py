@@ -11,7 +11,6 @@ docs/results/drift.json; finished runs are kept.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from troll import recipes
 from troll.evaluation.generate import Sampling, TransformersGenerator, seed_of
 from troll.evaluation.model import find_model, load_model, load_tokenizer
 from troll.evaluation.problems import load_problems
-from troll.files import read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.runs.build import model_path
 from troll.runs.compare import compare
 from troll.runs.grid import expand, parse_command
@@ -59,7 +58,7 @@ def main() -> int:
         if code := train(folder, method, options.seeds, fields):
             return code
         found[name] = [measure(run.folder, run.seed) for run in sorted(read_runs([folder]), key=lambda run: run.seed)]
-    write_atomically(DOCS / "results" / "drift.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(DOCS / "results" / "drift.json", json_text(found, indent=1, ensure_ascii=False) + "\n")
     figures.save_svg(lambda: draw(found), DOCS / "assets" / "drift.svg")
     for name, runs in found.items():
         last = [run["kl"][-1] for run in runs]

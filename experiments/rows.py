@@ -11,7 +11,7 @@ from typing import Any
 
 import troll
 from troll.cli import main as command
-from troll.files import read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.runs.result import commit_of
 
 #: A run: its method, settings and seed, its results, and where it was made.
@@ -25,7 +25,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes all runs of a file."""
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
 
 
 def train_once(

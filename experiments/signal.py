@@ -10,7 +10,6 @@ the others only. Writes docs/results/signal.json; finished runs are not made aga
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from dataclasses import replace
@@ -23,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from troll.cli import main as troll
-from troll.files import read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.runs.recorded import read_summary
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms, formulas
 
@@ -68,7 +67,7 @@ def main() -> int:
                 if code := troll(["train", *COMMAND, "--seed", str(seed), "--output_dir", str(folder)]):
                     return code
             found[place].append(read_json(folder / "summary.json")["success_after"])
-    write_atomically(RESULT, json.dumps(found, indent=1) + "\n")
+    write_atomically(RESULT, json_text(found, indent=1) + "\n")
     table = Table("pull", "success", "mean")
     for place, successes in found.items():
         table.add_row(place, " ".join(f"{success:.1%}" for success in successes), f"{fmean(successes):.1%}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.contest_page import write_contest
-from troll.files import write_atomically
+from troll.files import json_text, write_atomically
 from troll.recipes import RecipeError
 from troll.runs.compare import Outcome, compare
 from troll.runs.comparison import measure_of
@@ -206,7 +205,7 @@ def tune(recipe_names: Sequence[str], arguments: Sequence[str], console: Console
     for choice in choices:
         say(console, f"chosen    {choice.text}")
     content = [choice.as_json() for choice in choices]
-    write_atomically(folder / "tuning.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(folder / "tuning.json", json_text(content, indent=2) + "\n")
     say(console, "second stage: the chosen settings are compared on seeds that do not count in the tuning")
     outcome = compare(plan.counted(choices), counted, console, command.jobs, given, plan.settled)
     say(console, f"contest     {write_contest([counted], folder, content)}")

@@ -1,17 +1,14 @@
-"""Reading files with errors that name them, writing files atomically, and locking folders."""
+"""Reading and writing JSON, writing files atomically, and locking folders."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
-
-from troll.terminal import one_line
 
 #: Fields of a run's settings that hold a dictionary of settings.
 _DICTIONARIES = ("surrogate_kwargs", "critic_kwargs")
@@ -42,19 +39,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a file of settings: a recipe, a task, or a run's `config.yaml`.
+def json_text(value: Any, **options: Any) -> str:
+    """A value as strict JSON, which every reader takes: with `json_value` for numbers that JSON lacks.
 
-    Raises:
-        ValueError: If the file does not hold "field: value" lines.
+    Args:
+        value: What `json.dumps` takes.
+        **options: Those of `json.dumps`, such as `indent`.
     """
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML ({one_line(error)})") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: expected 'field: value' lines")
-    return settings
+    return json.dumps(json_value(value), allow_nan=False, **options)
+
+
+def json_value(value: Any) -> Any:
+    """A value with the texts `Infinity`, `-Infinity` and `NaN` for the numbers of these names.
+
+    Nothing is lost: `float` reads these texts, and so does pandas where a column of JSON lines has them.
+    """
+    if isinstance(value, Mapping):
+        return {name: json_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:

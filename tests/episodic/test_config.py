@@ -42,9 +42,12 @@ def test_other_recipes_are_not_of_movements(tmp_path: Path) -> None:
         (["--covariance_bound", "0"], "covariance_bound must be above 0, got 0.0"),
         (["--gae_decay", "1.1"], "gae_decay must be at most 1, got 1.1"),
         (["--discount", "2"], "discount must be at most 1, got 2.0"),
+        (["--learning_rate", ".inf"], "learning_rate must be finite, got inf"),
+        (["--max_grad_norm", "nan"], "max_grad_norm must be above 0, got nan"),
+        (["--learning_rate", "-1e-3"], "learning_rate must be above 0, got -0.001"),
         (["--pull_weight", "-1"], "pull_weight must be at least 0, got -1.0"),
         (["--episodes", "65"], "episodes must be a multiple of num_envs=64, got 65"),
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--seed", "x"], "argument --seed: must be a whole number, got 'x'"),
         (["--processes", "perhaps"], "must be true or false, got perhaps"),
     ],
 )
@@ -62,10 +65,10 @@ def test_unknown_fields_of_a_recipe_are_named(tmp_path: Path) -> None:
 
 def test_values_of_a_recipe_are_read_as_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("environment: reach\nlearning_rate: 1e-3\ngae_decay: 0\n")  # YAML reads 1e-3 as a text
-    config = load(str(file))
-    assert (config.learning_rate, config.gae_decay) == (1e-3, 0.0)
-    for line, message in (("episodes: 64.5", "invalid int value"), ("seed: null", "seed has no value")):
+    file.write_text("environment: reach\nlearning_rate: 1e-3\ngae_decay: 0\niterations: 1e2\n")
+    config = load(str(file), ["--clip", ".5"])
+    assert (config.learning_rate, config.gae_decay, config.iterations, config.clip) == (1e-3, 0.0, 100, 0.5)
+    for line, message in (("episodes: 64.5", "must be a whole number"), ("seed: null", "seed has no value")):
         file.write_text(f"environment: reach\n{line}\n")
         with pytest.raises(ValueError, match=message):
             load(str(file))

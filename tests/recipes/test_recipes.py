@@ -1,3 +1,4 @@
+import json
 import warnings
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 import yaml
 
 from troll import recipes
+from troll.files import json_text
 from troll.recipes import RecipeError
 from troll.runs.grid import expand
 
@@ -184,6 +186,8 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
         ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
         ("grid: {reward_weights: [[1.0, 0.5], [1.0, 1.0]]}", "grid cannot hold lists, and reward_weights has one"),
         ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
+        ("kl_bound: 0.1\nkl_bound: 0.2", "found duplicate key in line 2, column 1: kl_bound: 0.2"),
+        ("surrogate_kwargs: {weight: 1, weight: 2}", "found duplicate key in line 1, column 31: weight: 2"),
         ("kl_bound: [0.1, 0.2]", r"kl_bound takes one value, got a list: .* write grid: \{kl_bound: \[0\.1, 0\.2\]\}"),
     ],
 )
@@ -194,6 +198,50 @@ def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None
         recipes.load(str(path))
     assert "broken.yaml" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_steps: 1.5", "max_steps must be a whole number, got 1.5"),
+        ("max_steps: 1_000", "argument --max_steps.*: must be a whole number, got '1_000'"),
+        ("learning_rate: true", "learning_rate must be a number, got True"),
+        ("learning_rate: 1:30", "argument --learning_rate.*: must be a number, got '1:30'"),
+        ("reward_weights: [yes]", r"reward_weights must be a number, got 'yes'"),
+        ("run_name: 1e5", "run_name takes a text, and YAML reads 100000.0 as a number: put it in quotes"),
+        (
+            "surrogate_kwargs: '{weight: 1, weight: 2}'",
+            "surrogate_kwargs is not valid JSON or YAML .found duplicate key",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_their_field_are_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: quickstart\n{line}\n")
+    with pytest.raises(RecipeError, match=message) as error:
+        recipes.load(str(tmp_path / "mine.yaml"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["-1", "-1e-3", "-.5", "nan", ".nan", "inf", "-.inf", "1e400"])
+@pytest.mark.parametrize("name", ["temperature", "learning_rate", "beta", "top_entropy_quantile"])
+def test_numbers_out_of_their_range_are_refused_before_anything_is_loaded(name: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{name} must be ") as error:
+        recipes.load("quickstart", [f"--{name}", value])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("temperature: 0", "max_grad_norm: -1", "max_grad_norm: .nan", "adam_beta1: 1", "max_completion_length: 0"),
+        *("gradient_accumulation_steps: -1", "per_device_train_batch_size: 0", "num_iterations: -2"),
+    ],
+)
+def test_other_numbers_that_train_nothing_right_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: quickstart\n{line}\n")
+    with pytest.raises(RecipeError) as error:
+        recipes.load(str(tmp_path / "mine.yaml"))
+    assert line.partition(":")[0] in str(error.value)
 
 
 def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
@@ -247,12 +295,73 @@ def test_a_saved_recipe_holds_what_the_parser_makes_of_its_own_forms(tmp_path, o
     assert getattr(again, name) == getattr(recipe.training, name)
 
 
-def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+NUMBERS = """
+extends: quickstart
+learning_rate: 1e-5
+kl_bound: .5
+max_steps: 1e2
+eval_size: 1e1
+reward_weights: [1e-1, +5e-1, 1]
+generation_kwargs: {top_p: 9e-1}
+surrogate: kl_penalty
+surrogate_kwargs: {weight: 1e-3, cap: .5e+1}
+eval_strategy: no
+"""
+
+
+def test_numbers_are_those_of_yaml_1_2_wherever_they_are(tmp_path: Path) -> None:
     path = tmp_path / "numbers.yaml"
-    settings = yaml.safe_load(recipes.find("quickstart").read_text()) | {"learning_rate": "1e-5", "kl_bound": "5e-2"}
-    path.write_text(yaml.safe_dump(settings))
-    recipe = recipes.load(str(path))
-    assert (recipe.training.learning_rate, recipe.training.kl_bound) == (1e-5, 0.05)
+    path.write_text(NUMBERS)
+    by_line = ["--learning_rate", "+1e-5", "--kl_bound=.5", "--max_steps", "1e2", "--reward_weights", "1e-1", ".5", "1"]
+    by_line += ["--generation_kwargs", "{top_p: 9e-1}", "--surrogate", "kl_penalty", "--eval_strategy", "no"]
+    by_line += ["--surrogate_kwargs.weight", "+1e-3", "--surrogate_kwargs.cap", ".5e+1", "--eval_size", "1e1"]
+    for name, line in ((str(path), []), ("quickstart", by_line)):
+        training = recipes.load(name, line).training
+        assert (training.learning_rate, training.kl_bound, training.max_steps) == (1e-5, 0.5, 100)
+        assert type(training.max_steps) is int
+        assert recipes.load(name, line).task.eval_size == 10
+        assert training.reward_weights == [0.1, 0.5, 1.0]
+        assert training.generation_kwargs == {"top_p": 0.9}
+        assert (training.own_settings.weight, training.own_settings.cap) == (1e-3, 5.0)
+        assert training.eval_strategy == "no"
+    recipes.save(recipes.load(str(path)), tmp_path / "again.yaml")
+    assert recipes.load(str(tmp_path / "again.yaml")).settings == recipes.load(str(path)).settings
+
+
+def test_none_stays_a_value_of_numbers_that_may_be_left_out() -> None:
+    recipe = recipes.load("quickstart", ["--eval_size", "null", "--delta", "None"])
+    assert (recipe.task.eval_size, recipe.training.delta) == (None, None)
+
+
+@pytest.mark.parametrize("text", ["'{\"weight\": 1e-3}'", "'{weight: 1e-3}'", '{"weight": 1e-3}'])
+def test_a_dictionary_may_be_written_in_one_word(tmp_path: Path, text: str) -> None:
+    (tmp_path / "word.yaml").write_text(f"extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {text}\n")
+    for name, line in ((str(tmp_path / "word.yaml"), []), ("quickstart", ["--surrogate_kwargs", text.strip("'")])):
+        training = recipes.load(name, ["--surrogate", "kl_penalty", *line]).training
+        assert training.own_settings.weight == 1e-3
+    more = recipes.load(str(tmp_path / "word.yaml"), ["--surrogate_kwargs.cap", "2"]).training.own_settings
+    assert (more.weight, more.cap) == (1e-3, 2)
+
+
+def test_values_of_a_grid_are_numbers_of_yaml_1_2(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(
+        "extends: quickstart\nsurrogate: kl_penalty\n"
+        "grid: {learning_rate: [1e-5, +1e-4], surrogate_kwargs.weight: [.5, 1e-1]}\n"
+    )
+    runs = expand([str(tmp_path / "grid.yaml")], {})
+    found = [(run.recipe.training.learning_rate, run.recipe.training.own_settings.weight) for run in runs]
+    assert sorted(found) == [(1e-5, 0.1), (1e-5, 0.5), (1e-4, 0.1), (1e-4, 0.5)]
+
+
+def test_an_infinite_bound_is_the_same_in_every_spelling(tmp_path: Path) -> None:
+    (tmp_path / "free.yaml").write_text("extends: quickstart\nkl_bound: .inf\n")
+    free = recipes.load(str(tmp_path / "free.yaml"))
+    for word in ("inf", ".inf", "Infinity"):
+        assert recipes.load("quickstart", ["--kl_bound", word]).settings["kl_bound"] == free.settings["kl_bound"]
+    for recorded in (recipes.plain(free), json.loads(json_text(recipes.plain(free)))):
+        assert recipes.differences(recorded, recipes.plain(free)) == []
+    (run,) = expand(["quickstart"], {"kl_bound": [recipes.as_argument(free.settings["kl_bound"])]})
+    assert run.recipe.training.kl_bound == float("inf")
 
 
 def test_a_recipe_extends_another_by_name_or_by_path(tmp_path: Path) -> None:

@@ -216,17 +216,12 @@ def test_every_recipe_has_a_shape_and_at_least_two_updates_a_rollout(name: str) 
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_train_refuses_what_a_gpu_cannot_hold_before_it_loads_the_model(short_run, monkeypatch, on_gpu, capsys):
+def test_train_warns_of_a_large_estimate_and_goes_on(short_run, monkeypatch, on_gpu, capsys):
     monkeypatch.setattr(build, "_trainer", Mock(side_effect=ZeroDivisionError))
     monkeypatch.setattr(build, "this_machine", lambda args: machine(1e-5, on_gpu))
-    monkeypatch.setattr(Plan, "_lower", lambda found: None)  # remedies take long to look for, and have tests above
     recipe = recipes.load("quickstart", short_run)
-    if on_gpu:
-        with pytest.raises(RecipeError, match=r"takes up to .* GiB, and a GPU of 1e-05 GiB is all there is"):
-            train(recipe, Console())
-    else:
-        with pytest.warns(UserWarning, match="is all there is"), pytest.raises(ZeroDivisionError):
-            train(recipe, Console())
+    with pytest.warns(UserWarning, match="a GPU of 1e-05 GiB is all there is"), pytest.raises(ZeroDivisionError):
+        train(recipe, Console())
     printed = capsys.readouterr().out
     assert printed.startswith("memory      at most ")
     assert "rollouts    2: 4 prompts, 16 completions, 2 updates" in printed

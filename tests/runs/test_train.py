@@ -27,6 +27,7 @@ from troll.evaluation.training_task import TrainingTask, find_training_task
 from troll.files import locked
 from troll.recipes import Recipe, RecipeError
 from troll.runs import build
+from troll.runs.comparison_page import write_comparison
 from troll.runs.folders import LOCK, checkpoint_of
 from troll.runs.page_frame import percent
 from troll.runs.train import ProgressLine, RunFiles, train
@@ -414,3 +415,24 @@ def test_progress_prints_what_is_new_in_a_log_where_there_is_no_terminal(tmp_pat
     callback.stop()
     lines = ["step 1/10  reward 0.25", "step 2/10  reward 0.50", "step 2/10  held-out 50%"]
     assert output.getvalue().splitlines() == lines, "the evaluation of a step must not repeat its training"
+
+
+def test_a_run_with_an_infinite_bound_writes_strict_json_and_resumes(short_run, tmp_path, console):
+    """Also what transformers writes, the state of its trainer."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    folder = tmp_path / "run"
+    fields = [*short_run, "--kl_bound", ".inf", "--pull", "proximal"]
+    assert train(recipes.load("quickstart", fields), console)
+    shutil.rmtree(folder / "checkpoint-4")
+    assert train(recipes.load("quickstart", [*fields, "--resume_from_checkpoint"]), console)
+    texts = [path.read_text() for path in folder.rglob("*.json")]
+    lines = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(texts) > 5 and len(lines) > 5
+    for text in (*texts, *lines):
+        json.loads(text, parse_constant=refuse)
+    assert json.loads((folder / "summary.json").read_text())["kl_bound"] == "Infinity"
+    write_comparison([folder], tmp_path / "page")
+    json.loads((tmp_path / "page" / "comparison.json").read_text(), parse_constant=refuse)

@@ -122,9 +122,9 @@ def test_unknown_names_are_one_line_errors(name, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task_options": "{max_terms: 3}"}, "not valid JSON"),
+        ({"task_options": "{max_terms: 3"}, "not valid JSON"),
         ({"task_options": "[3]"}, "must be a JSON object"),
-        ({"warm_up": "{max_steps: 3}"}, "warm_up is not valid JSON"),
+        ({"warm_up": "{max_steps: 3"}, "warm_up is not valid JSON"),
         ({"warm_up": 3}, "warm_up must be a JSON object"),
         ({"train_size": 0}, "train_size must be at least 1, got 0"),
         ({"eval_size": -1}, "eval_size must be at least 1, got -1"),

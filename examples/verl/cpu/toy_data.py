@@ -13,13 +13,13 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-import yaml
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from troll.runs.toy_model import toy_model
 from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
+from troll.values import read_yaml
 
 # The model reads bare text, and verl applies a chat template to all it is asked.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -27,7 +27,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 def quickstart_task() -> TaskConfig:
     """Returns the task of the recipe `quickstart`, so that both trainers are compared on one."""
-    recipe = yaml.safe_load((files("troll") / "recipes" / "quickstart.yaml").read_text())
+    recipe = read_yaml(Path(str(files("troll") / "recipes" / "quickstart.yaml")))
     return TaskConfig(**{name: recipe[name] for name in ("task", "task_options", "eval_size")})
 
 

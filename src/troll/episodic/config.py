@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from troll.files import read_yaml
 from troll.terminal import did_you_mean
+from troll.values import NEGATIVE, number, read_yaml, whole_number
 
 FOLDER = Path(__file__).parent / "recipes"
+_READERS: dict[str, Callable[[str], Any]] = {"int": whole_number, "float": number, "str": str}
 CHOICES = {"events": ("segments", "episodes"), "constraint": ("trust_region", "clip")}
 
 
@@ -95,6 +97,8 @@ class EpisodicConfig:
                 may_be_zero = field.name in ("pull_weight", "gae_decay")
                 if not (value >= 0 if may_be_zero else value > 0):
                     raise ValueError(f"{field.name} must be {'at least' if may_be_zero else 'above'} 0, got {value}")
+                if math.isinf(value) and not field.name.endswith("_bound"):
+                    raise ValueError(f"{field.name} must be finite, got {value}")
                 if field.name in ("discount", "gae_decay") and value > 1:
                     raise ValueError(f"{field.name} must be at most 1, got {value}")
         for name in ("episodes", "eval_episodes"):
@@ -133,15 +137,15 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
     """
     path = FOLDER / f"{name_or_path}.yaml" if name_or_path in recipe_names() else Path(name_or_path)
     parser = _Parser(allow_abbrev=False, add_help=False)
+    parser._negative_number_matcher = NEGATIVE
     for field in fields(EpisodicConfig):
         if field.type == "bool":
             parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_boolean)
         else:
-            parser.add_argument(f"--{field.name}", type={"int": int, "float": float, "str": str}[str(field.type)])
+            parser.add_argument(f"--{field.name}", type=_READERS[str(field.type)])
     values = read_yaml(path)
     if empty := [name for name, value in values.items() if value is None]:
         raise ValueError(f"{path}: {empty[0]} has no value")
-    # They take the same way as the command line's: YAML reads 1e-3 as a text.
     recipe = [f"--{name}={value}" for name, value in values.items()]
     given, unknown = parser.parse_known_args([*recipe, *overrides])
     if unknown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
@@ -27,10 +25,11 @@ from troll.episodic.prodmp import ProDMP
 from troll.episodic.report import CONFIG, METRICS, PATHS, SUMMARY, write_report
 from troll.episodic.rollout import Rollout, collect, make_environments
 from troll.evaluation.estimators import wilson_interval
-from troll.files import locked, read_json, read_yaml, write_atomically
+from troll.files import json_text, locked, read_json, write_atomically
 from troll.runs.recorded import read_metrics
 from troll.runs.statistics import t_interval
 from troll.terminal import FAILED, INTERRUPTED, UsageError, fail, say
+from troll.values import read_yaml, yaml_text
 
 CHECKPOINT = "checkpoint.pt"
 #: Settings that a resumed run may change.
@@ -112,7 +111,7 @@ class _Run:
             self.done, self.seconds = saved["iterations"], saved["seconds"]
             # A crash may have come between the metrics of an iteration and its checkpoint.
             self.rows = [row for row in read_metrics(folder / METRICS) if row["step"] <= self.done]
-        write_atomically(folder / CONFIG, yaml.safe_dump(config.settings(), sort_keys=False))
+        write_atomically(folder / CONFIG, yaml_text(config.settings()))
         write_atomically(folder / METRICS, "".join(map(_line, self.rows)))
 
     def train(self) -> bool:
@@ -138,7 +137,7 @@ class _Run:
             status = "interrupted"
         finally:
             summary = self._summary(status)
-            write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=2))
+            write_atomically(self.folder / SUMMARY, json_text(summary, indent=2))
         if self.rows:
             say(self.console, f"report: {write_report(self.folder)}")
         return status == "finished"
@@ -187,7 +186,7 @@ class _Run:
         file, few = self.folder / PATHS, rollout.observations[:_PICTURED]
         paths = few[:, :, self.task.moving].tolist()
         kept = read_json(file) if self.done >= 0 else {"before": paths, "target": few[:, 0, self.task.target].tolist()}
-        write_atomically(file, json.dumps(kept | {"after": paths}))
+        write_atomically(file, json_text(kept | {"after": paths}))
 
     def _record(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -257,4 +256,4 @@ def _figures(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+    return json_text(row) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from troll.evaluation.config import EvaluationError
-from troll.files import locked, read_json, write_atomically
+from troll.files import json_text, json_value, locked, read_json, write_atomically
 from troll.rewards.grading import Verdict
 
 #: The settings on which the generations depend; written before the first of them.
@@ -46,7 +46,7 @@ def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any])
             for name in tasks.keys() & recorded_tasks.keys():
                 _check_same(folder, recorded_tasks[name], tasks[name], f"{name}: ")
         content = {**settings, "tasks": {**recorded_tasks, **tasks}}
-        write_atomically(folder / SETTINGS, json.dumps(content, indent=2))
+        write_atomically(folder / SETTINGS, json_text(content, indent=2))
         yield
 
 
@@ -66,11 +66,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any], prefix: str) -> None:
     for name in sorted({*recorded, *settings}):
-        there, here = recorded.get(name), settings.get(name)
+        there, here = recorded.get(name), json_value(settings.get(name))
         if there != here:
             raise EvaluationError(
-                f"{folder} holds an evaluation with other settings: {prefix}{name} is {json.dumps(there)} there and "
-                f"{json.dumps(here)} here; use the same settings, or {_ANOTHER}"
+                f"{folder} holds an evaluation with other settings: {prefix}{name} is {json_text(there)} there and "
+                f"{json_text(here)} here; use the same settings, or {_ANOTHER}"
             )
 
 
@@ -126,7 +126,7 @@ def replace_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def _lines(records: Sequence[Record]) -> str:
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    text = "".join(json_text(record, ensure_ascii=False) + "\n" for record in records)
     # UTF-8 cannot hold half of a surrogate pair; as a backslash and a number, it is JSON of the same string.
     return text.encode("utf-8", errors="backslashreplace").decode()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import platform
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ from troll.evaluation.model import ModelSource, find_model, load_model, load_tok
 from troll.evaluation.problems import Problems, load_problems
 from troll.evaluation.table import CompletionProgress, print_table, results_table
 from troll.evaluation.vllm import VllmGenerator, adapter_problem, vllm_is_usable
-from troll.files import write_atomically
+from troll.files import json_text, write_atomically
 from troll.huggingface.token_ids import embedding_rows
 from troll.rewards.grading import Verdict
 from troll.terminal import say
@@ -227,7 +226,7 @@ class _Evaluation:
             "tasks": self.results,
             "versions": _versions(),
         }
-        write_atomically(self.folder / RESULTS, json.dumps(content, indent=2, ensure_ascii=False))
+        write_atomically(self.folder / RESULTS, json_text(content, indent=2, ensure_ascii=False))
 
 
 def _backend(wanted: str, source: ModelSource) -> str:

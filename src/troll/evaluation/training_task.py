@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from troll.evaluation.config import EvaluationError
-from troll.files import read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.tasks import TaskConfig
 from troll.tasks.registry import is_file
 
@@ -58,7 +57,7 @@ class TrainingTask:
 
     def write(self, folder: Path) -> None:
         """Writes `task.json` into a folder."""
-        write_atomically(folder / TASK_FILE, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        write_atomically(folder / TASK_FILE, json_text(asdict(self), indent=2, ensure_ascii=False) + "\n")
 
 
 def find_training_task(model: str, revision: str | None = None) -> TrainingTask | None:

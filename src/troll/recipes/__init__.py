@@ -8,6 +8,9 @@ add a recipe, add a file to this folder.
 A setting in a field with a dictionary is `field.name` on the command line and in a grid, such as
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
 
+Values are read as YAML 1.2 reads them, in recipes and on the command line: `1e-5`, `.5` and `+1e-3` are numbers, `no`
+is a text, and a dictionary may be written `{top_p: .9}` or as JSON. A key that is there twice is an error.
+
 `use_vllm: true` in a recipe applies where vLLM is installed and there is a GPU. Elsewhere transformers generates,
 `generation_chunk_size` completions at a time; the command says so, and the run's settings have `use_vllm: false`. With
 `--use_vllm true` on the command line vLLM generates on a CPU too, and it is an error if it is not installed.
@@ -16,6 +19,7 @@ A setting in a field with a dictionary is `field.name` on the command line and i
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -25,15 +29,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import yaml
 from trl import ModelConfig, TrlParser
 
 from troll.evaluation.vllm import vllm_is_usable
-from troll.files import flat, read_yaml, write_atomically
+from troll.files import flat, json_text, write_atomically
 from troll.tasks import TaskConfig
+from troll.tasks.registry import json_object
 from troll.terminal import UsageError, did_you_mean, one_line
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
+from troll.values import NEGATIVE, number, read_value, read_yaml, whole_number, yaml_text
 
 FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
@@ -53,6 +58,21 @@ _HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(conf
 LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
 #: Fields with a dictionary, whose settings are named `field.name`.
 DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
+
+
+def _reader(hint: Any) -> Callable[[Any], Any] | None:
+    """The function that reads a field's number, or each number of its list; None for a field of another type."""
+    parts = {*(get_args(hint) or [hint])} - {type(None)}
+    if len(parts) == 1 and get_origin(part := next(iter(parts))) is list:
+        parts = {*get_args(part)}
+    if not parts <= {int, float}:
+        return None
+    return whole_number if parts == {int} else number
+
+
+_READERS = {name: reader for name, hint in _HINTS.items() if (reader := _reader(hint)) is not None}
+#: Fields that hold nothing but a text.
+_TEXTS = frozenset(name for name, hint in _HINTS.items() if {str} == {*(get_args(hint) or [hint])} - {type(None)})
 
 #: Alternative settings of the number of updates per rollout. The one that is set last counts.
 _ROLLOUT_LENGTH = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
@@ -210,10 +230,11 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         if field in given:
             raise RecipeError(f"--{field} and --{name} set the same dictionary: give one of the two")
         below = settings.get(field) or {}
-        settings[field] = {**(json.loads(below) if isinstance(below, str) else below), name.partition(".")[2]: value}
+        below = _dictionary(field, below) if isinstance(below, str) else below
+        settings[field] = {**below, name.partition(".")[2]: value}
     given |= {_field_of(name) for name in inner}
-    parser = _Parser(list(CONFIGS), allow_abbrev=False)  # type: ignore[arg-type]
-    parser.set_defaults_with_config(**settings)
+    parser = _Parser(list(CONFIGS), allow_abbrev=False)
+    parser.set_defaults_with_config(**parser.fitting(settings))
     try:
         task, training, model, unknown = parser.parse_args_into_dataclasses(
             args=arguments, return_remaining_strings=True
@@ -257,7 +278,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
 
 def save(recipe: Recipe, path: Path) -> None:
     """Writes the resolved settings as a recipe that `load` reads back."""
-    lines = yaml.safe_dump(plain(recipe), sort_keys=False)
+    lines = yaml_text(plain(recipe))
     comment = f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n"
     write_atomically(path, comment + lines)
 
@@ -288,8 +309,8 @@ def differences(
     Returns:
         A phrase for each differing field, by name, such as "kl_bound is 0.05 there and 0.1 here".
     """
-    settings = json.loads(json.dumps(settings))  # a tuple, for instance, comes back from a file as a list
-    recorded, settings = flat(recorded), flat(settings)
+    # As JSON gives them back: with lists for tuples, and the word for an infinite bound.
+    recorded, settings = (flat(json.loads(json_text(values))) for values in (recorded, settings))
     phrases = []
     for name in sorted({*recorded, *settings}):
         there, here = (values[name] if name in values else _default(name) for values in (recorded, settings))
@@ -340,8 +361,14 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], 
         name = name.replace("-", "_")
         found = value if equals else words[0] if words and not words[0].startswith("--") else None
         if "." not in name:
-            # Without a value it means the last one; TRL's parser wants a value.
-            rest.append(f"{word}=last" if name == "resume_from_checkpoint" and found is None else word)
+            if name == "resume_from_checkpoint" and found is None:
+                rest.append(f"{word}=last")  # TRL's parser wants a value
+            elif name in DICTIONARIES and found is not None and found.startswith("{"):
+                rest.append(f"--{name}={json.dumps(_dictionary(name, found))}")  # its classes read JSON only
+                if not equals:
+                    words.popleft()
+            else:
+                rest.append(word)
             # The parser also takes `--no_field`.
             given[name if name in FIELDS else name.removeprefix("no_")] = found
             continue
@@ -352,13 +379,52 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], 
         if not equals:
             words.popleft()
         try:
-            inner[name] = json.loads(found)
-        except json.JSONDecodeError:
-            inner[name] = found  # a word
+            inner[name] = read_value(found)
+        except ValueError as error:
+            raise RecipeError(f"--{name}: {error}") from error
     return rest, given, inner
 
 
+def _dictionary(name: str, text: str) -> dict[str, Any]:
+    try:
+        return json_object(name, text)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+
+
+def _or_none(read: Callable[[str], Any], may_be_none: bool) -> Callable[[str], Any]:
+    return lambda text: None if may_be_none and text.lower() in ("none", "null") else read(text)
+
+
 class _Parser(TrlParser):
+    """TRL's parser, whose numbers are read as those of recipes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = NEGATIVE
+        for action in self._actions:
+            if action.dest in _READERS:
+                action.type = _or_none(_READERS[action.dest], type(None) in get_args(_HINTS[action.dest]))
+
+    def fitting(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a recipe in the types of their fields; texts are read by the parser itself."""
+        fitted = dict(settings)
+        for name, value in settings.items():
+            if isinstance(value, str):
+                if name in DICTIONARIES and value.startswith("{"):
+                    fitted[name] = _dictionary(name, value)
+            elif value is None:
+                continue
+            elif name in _TEXTS and isinstance(value, int | float) and not isinstance(value, bool):
+                raise RecipeError(f"{name} takes a text, and YAML reads {value!r} as a number: put it in quotes")
+            elif name in _READERS:
+                read = _READERS[name]
+                try:
+                    fitted[name] = [read(each) for each in value] if isinstance(value, list) else read(value)
+                except ArgumentTypeError as error:
+                    raise RecipeError(f"{name} {error}") from error
+        return fitted
+
     def error(self, message: str) -> Any:
         # argparse would print the usage of several hundred fields.
         raise RecipeError(one_line(message))

@@ -17,7 +17,7 @@ from troll.evaluation.training_task import TrainingTask
 from troll.recipes import Recipe, RecipeError
 from troll.runs.folders import checkpoint_of
 from troll.runs.memory import UnknownMemory
-from troll.runs.plan import Plan, this_machine
+from troll.runs.plan import GIB, Plan, this_machine
 from troll.runs.publishing import check_back_ends, check_hub
 from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY, TOY_MODELS
@@ -57,8 +57,8 @@ def build(recipe: Recipe, folder: Path, console: Console) -> BuiltRun:
     """Checks a recipe, loads its model and tasks, prints the memory that the run needs, and makes the trainer.
 
     Raises:
-        RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, the
-            run does not fit into the GPU's memory, or a resumed run has other settings than before.
+        RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, or a
+            resumed run has other settings than before.
         troll.tasks.TaskError: If the task or the rollout function cannot be loaded, or the model's chat template
             refuses the prompts.
     """
@@ -79,7 +79,7 @@ def build(recipe: Recipe, folder: Path, console: Console) -> BuiltRun:
     for each in (task, *others):
         if "images" not in each.eval_dataset.column_names:  # as TRL will: some templates refuse some conversations
             prompt_texts(processor, [each.eval_dataset.select_columns("prompt")[0]["prompt"]], each.name, variables)
-    _check_memory(recipe, path, [task, *others], processor, variables, console)
+    _say_memory(recipe, path, [task, *others], processor, variables, console)
     trainer = _trainer(recipe, path, processor, task, rollout_func)
     # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
@@ -120,7 +120,7 @@ def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
     return (decontaminate(task, others) if others else task), others
 
 
-def _check_memory(
+def _say_memory(
     recipe: Recipe,
     model_path: str,
     tasks: Sequence[Task],
@@ -128,7 +128,7 @@ def _check_memory(
     variables: dict[str, Any],
     console: Console,
 ) -> None:
-    """Prints the memory that the run needs, and refuses a run that does not fit on the GPU."""
+    """Prints the estimate of the memory that the run needs; it can be several times too large, and refuses nothing."""
     found = Plan(recipe, this_machine(recipe.training), model_path, longest_prompt(tasks, processor, variables))
     main = recipe.training.process_index == 0
     try:
@@ -140,12 +140,9 @@ def _check_memory(
     if main:
         for line in lines:
             say(console, line)
-    if found.fits:
-        return
-    if found.machine.on_gpu:
-        raise RecipeError(found.remedy())
-    if main:  # on a CPU this is only a warning, since RAM can be swapped
-        warnings.warn(found.remedy(), stacklevel=2)
+        if not found.fits:
+            most = f"{max(found.totals) / GIB:.3g} GiB, and {found.machine.name} is all there is"
+            warnings.warn(f"the run may take {most}; the estimate can be several times too large", stacklevel=2)
 
 
 def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:

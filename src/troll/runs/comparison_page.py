@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import yaml
-
-from troll.files import write_atomically
+from troll.files import json_text, write_atomically
 from troll.runs.charts import HELD_OUT
 from troll.runs.comparison import Comparison, Group, panels, read_comparison, row_label
 from troll.runs.comparison_tables import as_json, cell, difference, formatted, markdown, result_interval
@@ -33,6 +30,7 @@ from troll.runs.plot import (
     window,
 )
 from troll.runs.recorded import Measure, Run, metric_points
+from troll.values import yaml_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,7 +122,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
     """
     comparison = read_comparison(paths)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "comparison.json", json.dumps(as_json(comparison), indent=2) + "\n")
+    write_atomically(folder / "comparison.json", json_text(as_json(comparison), indent=2) + "\n")
     write_atomically(folder / "comparison.md", markdown(comparison))
     page = folder / "comparison.html"
     write_atomically(page, comparison_html(comparison, folder))
@@ -213,7 +211,7 @@ def _how_it_was_made(comparison: Comparison, folder: Path) -> str:
         f"<details open><summary>Command</summary><pre>{escape(text)}</pre></details>" for text in comparison.commands
     ]
     if comparison.common_settings:
-        settings = escape(yaml.safe_dump(comparison.common_settings, sort_keys=False))
+        settings = escape(yaml_text(comparison.common_settings))
         parts.append(f"<details><summary>Settings that all runs share</summary><pre>{settings}</pre></details>")
     reports = [(run.name, run.folder / "report.html") for run in comparison.runs]
     links = [

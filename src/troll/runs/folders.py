@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from troll import recipes
-from troll.files import read_json, read_yaml, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.recipes import Recipe, RecipeError, differences
 from troll.runs.grid import PlannedRun
 from troll.runs.recorded import MANIFEST
 from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll.trl.resumed_settings import may_change
+from troll.values import read_yaml
 
 _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on
 
@@ -111,7 +111,7 @@ def claim(
         "recipes": {run.name: run.recipe.name for run in named},
         "runs": {run.name: run.settings for run in named},
     }
-    write_atomically(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
+    write_atomically(folder / MANIFEST, json_text(content, indent=2) + "\n")
     return named
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from troll.files import flat, read_json, read_yaml
+from troll.files import flat, json_value, read_json
 from troll.runs.plot import Points
+from troll.values import read_yaml
 
 #: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
 MANIFEST = "compare.json"
@@ -117,7 +118,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read_run(folder: Path, planned: Mapping[str, Any], planned_recipe: str | None, settled: frozenset[str]) -> Run:
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
     # The manifest may have values that the configuration leaves out, since they are defaults.
-    settings = flat({**(planned or {}), **(read_yaml(config) if config.is_file() else {})})
+    settings = flat({**(planned or {}), **json_value(read_yaml(config) if config.is_file() else {})})
     summary = read_summary(folder)
     recipe = str(summary.get("recipe") or planned_recipe or folder.resolve().name)
     rows = read_metrics(metrics) if metrics.is_file() else []

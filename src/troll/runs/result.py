@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from troll.files import write_atomically
+from troll.files import json_text, write_atomically
 from troll.runs.build import BuiltRun
 from troll.runs.charts import HELD_OUT
 from troll.runs.publishing import CARD_FILE, model_card, push
@@ -54,7 +54,7 @@ class RunResult:
         if not trainer.is_world_process_zero():
             return
         summary = self._summary()
-        write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+        write_atomically(folder / "summary.json", json_text(summary, indent=2))
         _write_verdicts(folder, trainer, run.task)
         run.trained_on.write(folder / "model")
         self.write_card()
@@ -129,7 +129,7 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
         "row": seam.evaluation_order(trainer, task.eval_dataset),
         "success": [None if success is None else int(success) for success in successes],
     }
-    write_atomically(folder / "verdicts.json", json.dumps(verdicts) + "\n")
+    write_atomically(folder / "verdicts.json", json_text(verdicts) + "\n")
 
 
 def _questions(task: Task) -> list[int]:

@@ -20,6 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from troll.files import json_text
+
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unknown|>"
 
 #: The names of the models that this package makes by itself; they replace a path.
@@ -158,7 +160,7 @@ def _publish(
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         hashes = {path.name: _sha256(path) for path in temporary.iterdir()}
-        (temporary / _MANIFEST).write_text(json.dumps({**manifest, "files": hashes}, indent=2))
+        (temporary / _MANIFEST).write_text(json_text({**manifest, "files": hashes}, indent=2))
         try:
             os.replace(temporary, folder)
         except OSError:

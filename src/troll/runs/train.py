@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll import recipes
 from troll.evaluation.training_task import TrainingTask
-from troll.files import locked, write_atomically
+from troll.files import json_text, locked, write_atomically
 from troll.recipes import Recipe, RecipeError
 from troll.runs.build import BuiltRun, build
 from troll.runs.charts import HELD_OUT, SUCCESS
@@ -211,4 +210,4 @@ def _figures(shown: Mapping[str, str]) -> str:
 
 
 def _line(logs: dict[str, Any]) -> str:
-    return json.dumps(logs) + "\n"
+    return json_text(logs) + "\n"

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from troll.files import read_yaml
 from troll.rewards.answers import INSTRUCTIONS
 from troll.rewards.grading import TAKEN
 from troll.tasks.code import load_tested
@@ -22,6 +21,7 @@ from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError
 from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Source
 from troll.terminal import did_you_mean, one_line
+from troll.values import read_yaml
 
 # The fields of a YAML file, and their types.
 _FIELDS: dict[str, type] = {

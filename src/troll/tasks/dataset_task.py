@@ -13,7 +13,7 @@ from datasets import Dataset, concatenate_datasets
 from troll.rewards.answers import AnswerFormat, FormatReward
 from troll.tasks.options import Options
 from troll.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
-from troll.tasks.rows import Column, Row, Rows
+from troll.tasks.rows import Column, Row, Rows, UnfitColumn
 from troll.tasks.splits import Divide, Source, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
@@ -186,6 +186,8 @@ def _examples(
             if skip_unanswered:
                 left_out.append(str(error))
                 continue
+            if isinstance(error, UnfitColumn):
+                raise
             raise TaskError(f"{error}; task_options {{skip_unanswered: true}} leaves such rows out") from error
         if exclude is not None:
             key = (spaced_once(example.question), *example.columns.values())

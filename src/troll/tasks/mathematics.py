@@ -22,6 +22,8 @@ _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d\S*)?")
+
 # Instructions in the data sets' questions. A model that is asked for two formats cannot answer right.
 _DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -96,6 +98,9 @@ def load_mathematics(
 
     def read(row: Row) -> Example:
         question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
+        if _DATE.fullmatch(answer):
+            what = "a date, which mathematics reads as a difference of numbers"
+            raise row.unfit("answer", what, answer, 'write it in words, such as "1 May 2024"')
         try:
             return Example(question, {"answer": (gold or boxed_or_whole)(answer)})
         except ValueError as error:

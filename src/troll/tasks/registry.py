@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 
 from troll.terminal import UsageError, described
+from troll.values import parsed
 
 RewardFunc = Callable[..., list[float]]
 #: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
@@ -240,19 +240,19 @@ def _to_evaluate(entry: Any, eval_size: int | None) -> TaskConfig:
 
 
 def json_object(name: str, text: str) -> dict[str, Any]:
-    """Reads an option of the command line that is a JSON object.
+    """Reads an option of the command line that is a JSON object, or a mapping of YAML.
 
     Args:
         name: The option's name, for errors.
-        text: The JSON.
+        text: The text of the option.
 
     Raises:
         TaskError: If it is something else.
     """
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{name} is not valid JSON ({error}): {text}") from error
+        value = parsed(text)
+    except ValueError as error:
+        raise TaskError(f"{name} is not valid JSON or YAML ({error}): {text}") from error
     if not isinstance(value, dict):
         raise TaskError(f"{name} must be a JSON object such as '{{\"name\": 3}}', got {text}")
     return value

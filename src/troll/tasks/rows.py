@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
-from datasets import Dataset
+import numpy as np
+from datasets import Dataset, Value
 
 from troll.tasks.registry import TaskError
+from troll.tasks.written import WrittenRows, value_at
+
+#: The whole numbers from which on a float skips some, by the type of its column.
+_SKIPS = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
+
+
+_QUOTE = "write the answers of this column as text, in quotes"
+
+
+class UnfitColumn(TaskError):
+    """An answer of a wrong type, as probably all of its column are: to leave out rows is not what a user wants."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +49,30 @@ class Row:
         values: The values of the row by the data set's columns.
         columns: The data set's columns for the task's fields.
         place: The place of the row in words, for errors.
+        number: The place of the row in its file, counted from 0.
+        written: The rows of a JSON file as they are written there.
+        types: The type of each field's column, such as `float64`.
     """
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
     place: str
+    number: int = 0
+    written: WrittenRows | None = None
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def value(self, field: str) -> Any:
         """Returns the value of a field; None if it has no column."""
         column = self.columns.get(field)
-        return None if column is None else _at(self.values, column)
+        if column is None:
+            return None
+        value = value_at(self.values, column)
+        if self.written is not None and _may_be_changed(value):
+            try:
+                return self.written.value(self.number, column)
+            except ValueError as error:
+                raise TaskError(f"the numbers in the field {column!r} cannot be read exactly: {error}") from error
+        return value
 
     def text(self, field: str) -> str:
         """Returns the text of a field, or of the user's message if the field holds a conversation with only one.
@@ -65,19 +94,40 @@ class Row:
         return value
 
     def answer(self, field: str) -> str:
-        """Returns the answer in a field as text: 27.0 as `27`, 0.1 as `0.1`.
+        """Returns the answer in a field as text: 27.0 as `27`, 0.1 as `0.1`, and long numbers as they are written.
 
         Raises:
+            UnfitColumn: If it is a truth value, a date or a time, or a number that its column has rounded.
             TaskError: If there is none.
         """
         value = self.value(field)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, bool):
+            raise self.unfit(field, "true or false", value)
+        if isinstance(value, date | time | timedelta):
+            raise self.unfit(field, "a date or a time", value)
+        if isinstance(value, float) and math.isfinite(value):
+            value = self._number(field, value)
+        if isinstance(value, Decimal) and value.is_finite():
+            return _plain(value)
+        if isinstance(value, int):
             return str(value)
         if not isinstance(value, str) or not value.strip():
             raise self._lacks("answer", field, value)
         return value.strip()
+
+    def _number(self, field: str, value: float) -> Decimal | str:
+        """The number that a float stands for, by its shortest text."""
+        kind = self.types.get(field, "")
+        if self.written is None and abs(value) >= _SKIPS.get(kind, _SKIPS["float64"]):
+            raise self.unfit(field, f"a whole number in a column of {kind}, which rounds numbers of this size", value)
+        text = str(np.float32(value)) if kind == "float32" else str(np.float16(value)) if kind == "float16" else None
+        text = str(value) if text is None else text
+        return Decimal(text) if float(text).is_integer() else text
+
+    def unfit(self, field: str, what: str, value: Any, remedy: str = _QUOTE) -> UnfitColumn:
+        """Returns an error about the type of a field's column, to be raised."""
+        column = self.columns.get(field, field)
+        return UnfitColumn(f"{self.place} has no answer in its field {column!r}, but {what}, {value!s:.80}: {remedy}")
 
     def error(self, problem: str) -> TaskError:
         """Returns an error about this row, to be raised."""
@@ -96,12 +146,14 @@ class Rows:
         numbers: The place of each row in the file, counted from 0.
         split: `train` or `test`.
         origin: The path of the file, or the name on the hub.
+        written: The rows of a JSON file as they are written there.
     """
 
     dataset: Dataset
     numbers: Sequence[int]
     split: str
     origin: str
+    written: WrittenRows | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -141,8 +193,10 @@ class Rows:
             TaskError: If a required column is missing.
         """
         columns = self.columns(wanted)
+        types = {field: _type(self.dataset.features, column) for field, column in columns.items()}
         for number, values in zip(self.numbers, self.dataset, strict=True):
-            yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}")
+            place = f"{self.split} row {number} (counted from 0) of {self.origin}"
+            yield Row(values, columns, place, number, self.written, types)
 
 
 def _has(features: Any, name: str) -> bool:
@@ -152,10 +206,24 @@ def _has(features: Any, name: str) -> bool:
     return name in features or (bool(dot) and first in features and _has(features[first], rest))
 
 
-def _at(values: Any, name: str) -> Any:
-    if not isinstance(values, Mapping):
-        return None
-    if name in values:
-        return values[name]
-    first, _, rest = name.partition(".")
-    return _at(values.get(first), rest) if rest else None
+def _type(features: Any, name: str) -> str:
+    """The type of a column by its name; empty for one that holds no single values."""
+    feature = value_at(features, name)
+    return str(feature.dtype) if isinstance(feature, Value) else ""
+
+
+def _may_be_changed(value: Any) -> bool:
+    """Whether `datasets` may have read something else than is written in a JSON file."""
+    if isinstance(value, Mapping):
+        return any(map(_may_be_changed, value.values()))
+    if isinstance(value, list):
+        return any(map(_may_be_changed, value))
+    return isinstance(value, float | date)
+
+
+def _plain(value: Decimal) -> str:
+    """A number without an exponent, unless that has more than 100 digits, and without a fraction of 0."""
+    if abs(value.adjusted()) > 100:
+        return str(value).lower()
+    text = f"{abs(value) if value.is_zero() else value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from datasets import Dataset, load_dataset
 
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig, TaskError
 from troll.tasks.rows import Rows
+from troll.tasks.written import WrittenRows, too_large
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -146,10 +148,15 @@ def _read(path: Path, split: str, field: str = "dataset_path") -> Rows:
     try:
         dataset = load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
     except Exception as error:  # see _reason
-        raise TaskError(f"cannot read {path}: {_reason(error)}") from error
+        reason = _reason(error)
+        if "too big" in reason.lower() and _FORMATS[path.suffix] == "json":
+            with contextlib.suppress(ValueError):  # of a file that is not JSON after all
+                reason = f"{too_large(path)}: write it as text, in quotes"
+        raise TaskError(f"cannot read {path}: {reason}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise TaskError(f"cannot read {path}: it has no rows")
-    return _all(dataset, split, str(path))
+    written = WrittenRows(path, len(dataset)) if _FORMATS[path.suffix] == "json" else None
+    return replace(_all(dataset, split, str(path)), written=written)
 
 
 def _reason(error: Exception) -> str:

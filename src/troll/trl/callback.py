@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from troll.files import write_atomically
+from troll.files import json_text, write_atomically
 from troll.trl import seam
 from troll.trl.checkpoints import MARKER, say_resumed
 from troll.trl.resumed_settings import changed_settings, save_settings, settings
@@ -52,10 +53,10 @@ class TrollCallback(TrainerCallback):
             part.save(checkpoint)
         if self._args.should_save:
             save_settings(self._settings, checkpoint)
-            write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
-            write_atomically(checkpoint / WATCH_STATE, json.dumps(self._monitor.watch.state_dict()))
+            write_atomically(checkpoint / BOUND_STATE, json_text(self.kl_bound.state_dict()))
+            write_atomically(checkpoint / WATCH_STATE, json_text(self._monitor.watch.state_dict()))
             if self._kl_controller.adapts:
-                write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
+                write_atomically(checkpoint / PENALTY_STATE, json_text(self._kl_controller.state_dict()))
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
@@ -137,7 +138,8 @@ class TrollCallback(TrainerCallback):
         if not (control.should_log or control.should_training_stop):  # the latter by a callback after this one
             return
         metrics = self._monitor.metrics() | self._diagnostics.metrics()
-        if metrics and self._trainer.surrogate.projects:
+        # An infinite bound is not logged: JSON has no infinity, and transformers writes its state as JSON too.
+        if metrics and self._trainer.surrogate.projects and math.isfinite(self._used_bound):
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._kl_controller.name:
             metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -16,7 +15,7 @@ from accelerate.utils import gather_object
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from troll.files import read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.trl.seam import push_checkpoint
 
 #: The file of a checkpoint that says whether it is complete, and how large its files are.
@@ -202,7 +201,7 @@ def _why(passed_over: dict[Path, str]) -> str:
 
 def _begin(checkpoint: Path) -> None:
     checkpoint.mkdir(parents=True, exist_ok=True)
-    write_atomically(checkpoint / MARKER, json.dumps({"complete": False}))
+    write_atomically(checkpoint / MARKER, json_text({"complete": False}))
 
 
 def _complete(checkpoint: Path, only_model: bool = False) -> None:
@@ -212,7 +211,7 @@ def _complete(checkpoint: Path, only_model: bool = False) -> None:
         if path not in (checkpoint / MARKER, checkpoint / _UNDER_WAY) and path.is_file()
     }
     content = {"complete": True, "only_model": only_model, "files": files}
-    write_atomically(checkpoint / MARKER, json.dumps(content, indent=2))
+    write_atomically(checkpoint / MARKER, json_text(content, indent=2))
 
 
 def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None:

@@ -66,6 +66,22 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "an integer, at least 1": ("support_top_k", "generation_chunk_size"),
 }
 
+#: The same for numbers that TRL and transformers do not check: out of range they train wrongly, or fail after loading.
+TRL_NUMBERS: dict[str, tuple[str, ...]] = {
+    "finite and above 0": ("temperature",),
+    "finite and at least 0": ("learning_rate", "beta", "router_aux_loss_coef"),
+    "at least 0": ("max_grad_norm",),  # 0 and infinity clip nothing
+    "in [0, 1]": ("top_entropy_quantile", "ref_model_mixup_alpha"),
+    "in [0, 1)": ("adam_beta1", "adam_beta2"),
+    "an integer, at least 1": (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_iterations",
+        "steps_per_generation",
+        "max_completion_length",
+    ),
+}
+
 
 class _One(int):
     """The number 1, which passes TRL's check `num_generations < 2`: all its other checks and settings still happen."""
@@ -433,6 +449,11 @@ class TrollConfig(GRPOConfig):
                 value = getattr(self, name)
                 unset = value is None and self.__dataclass_fields__[name].default is None
                 if name not in unread and not unset and not (isinstance(value, Real) and RANGES[takes](value)):
+                    raise ValueError(f"{name} must be {takes}, got {value!r}")
+        for takes, names in TRL_NUMBERS.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not (isinstance(value, Real) and RANGES[takes](value)):
                     raise ValueError(f"{name} must be {takes}, got {value!r}")
         if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
             raise ValueError(

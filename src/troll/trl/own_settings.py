@@ -19,6 +19,7 @@ T = TypeVar("T")
 RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0": lambda value: value > 0,
     "above 1": lambda value: value > 1,
+    "at least 0": lambda value: value >= 0,
     "at least 1": lambda value: value >= 1,
     "finite and above 0": lambda value: 0 < value < math.inf,
     "finite and at least 0": lambda value: 0 <= value < math.inf,

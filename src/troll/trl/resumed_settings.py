@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from troll.files import flat, read_json, write_atomically
+from troll.files import flat, json_text, json_value, read_json, write_atomically
 from troll.trl.config import TrollConfig
 
 #: The file of a checkpoint that holds the settings of its run. transformers keeps them too, as a pickle, and loading a
@@ -85,7 +84,7 @@ def settings(args: TrollConfig) -> dict[str, Any]:
 
 def save_settings(settings: dict[str, Any], checkpoint: Path) -> None:
     """Writes them into a checkpoint."""
-    write_atomically(checkpoint / SETTINGS_FILE, json.dumps(settings, indent=2, allow_nan=False))
+    write_atomically(checkpoint / SETTINGS_FILE, json_text(settings, indent=2))
 
 
 def changed_settings(settings: dict[str, Any], checkpoint: Path) -> str | None:
@@ -112,6 +111,4 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, Enum):
         return _plain(value.value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
+    return json_value(value) if isinstance(value, str | int | float | None) else type(value).__name__

@@ -337,7 +337,6 @@ def make_bound(name: str, kl_bound: float, *, total_steps: int | None = None, **
         raise ValueError(f"the {name!r} bound needs {', '.join(missing)}, got {', '.join(options) or 'no options'}")
     for option, value in options.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # YAML reads 1e-3, without a point, as text.
         if not number and not (value is None and known[option].default is None):
             raise ValueError(f"{option} must be a number, got {value!r}")
     return BOUNDS[name](kl_bound, total_steps, **options)

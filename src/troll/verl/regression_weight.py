@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
 
 import torch
 
-from troll.files import read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.trust_region.weight import adapted, limited
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class RegressionWeight:
     def save(self, checkpoint: Path) -> None:
         """Writes α into a checkpoint, if it adapts; every process may call it."""
         if self.adapts and torch.distributed.get_rank() == 0:
-            write_atomically(checkpoint / WEIGHT_STATE, json.dumps({"weight": self.value}))
+            write_atomically(checkpoint / WEIGHT_STATE, json_text({"weight": self.value}))
 
     def load(self, checkpoint: Path) -> None:
         """Restores the α of a checkpoint, if it adapts; every process must call it, but only the first one reads."""
