@@ -36,7 +36,7 @@ def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str
     ("before", "after", "says"),
     [
         ({}, {"kl_bound": 0.1}, "kl_bound was 0.05 and is 0.1"),
-        ({"kl_bound": math.inf}, {}, 'kl_bound was "inf" and is 0.05'),
+        ({"kl_bound": math.inf}, {}, 'kl_bound was "Infinity" and is 0.05'),
         ({}, {"regression_weight": 2}, "regression_weight was 1.0 and is 2"),
         ({}, {"support_top_k": 8}, "support_top_k was 64 and is 8"),
         ({}, {"pull": "proximal"}, 'pull was "projection" and is "proximal"'),
