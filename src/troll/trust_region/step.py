@@ -57,6 +57,7 @@ class TrustRegionStep:
             differentiable; None unless it was requested.
         kept_log_mass: log p̃(S), the new policy's mass on the kept set, differentiable; None unless the old policy is
             truncated.
+        scored: bool, true at the tokens that this step is about; None for all. Other tokens have 0 in every field.
     """
 
     log_ratio: Tensor
@@ -68,6 +69,7 @@ class TrustRegionStep:
     projected: Tensor
     entropy: Tensor | None = None
     kept_log_mass: Tensor | None = None
+    scored: Tensor | None = None
 
 
 def trust_region_step(
@@ -113,11 +115,12 @@ def trust_region_step(
             entropy or none.
 
     Raises:
-        ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
+        ValueError: If the positions, the vocabulary or the temperature do not fit, ε ≤ 0, or a name is unknown.
     """
     for name, value, known in (("tail", tail, TAILS), ("pull", pull, PULLS), ("solver", solver, SOLVERS)):
         check_choice(name, value, known)
-    source = Logits(source) if isinstance(source, Tensor) else source
+    source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
+    old.check_temperature(source.temperature)
     if tail == "floor":
         _warn_of_floor(old)
     new = source
