@@ -61,7 +61,10 @@ def main() -> int:
 
 
 def result(name: str) -> Path:
-    """The file of a recipe, or of one of `SHOWN`, with each run's method, rate and seed, its evaluations by environment steps, and where it was made."""
+    """The file of a recipe, or of one of `SHOWN`: a row for each run.
+
+    It has the run's method, rate and seed, its evaluations by environment steps, and where it was made.
+    """
     return DOCS / "results" / f"{name}.jsonl"
 
 
