@@ -131,7 +131,7 @@ def by_torch(value: Any) -> Any:
 def assert_identical(a: SparsePolicy, b: SparsePolicy) -> None:
     """Bit for bit, NaN and −inf included."""
     assert (a.shape, a.top_k) == (b.shape, b.top_k)
-    for name in ("vocab_size", "mass_threshold", "truncated", "temperature"):
+    for name in ("vocab_size", "mass_threshold", "truncated"):
         assert getattr(a, name) == getattr(b, name), name
     for name in FIELDS:
         left, right = getattr(a, name), getattr(b, name)

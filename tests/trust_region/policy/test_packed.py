@@ -60,6 +60,7 @@ def assert_consistent(packed: PackedPolicy) -> None:
 def assert_packs(packed: PackedPolicy, policy: SparsePolicy) -> None:
     assert_consistent(packed)
     assert_identical(packed.unpack(), policy)
+    assert packed.temperature == packed.unpack().temperature == policy.temperature
     # A position without slots has no sampled token.
     log_prob = policy.log_prob.masked_fill(~policy.used.any(-1), -torch.inf)
     torch.testing.assert_close(packed.log_prob, log_prob, rtol=0, atol=0, equal_nan=True)

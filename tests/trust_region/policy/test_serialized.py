@@ -38,6 +38,7 @@ def records() -> list[torch.Tensor]:
 
 def assert_same(a: PackedPolicy, b: PackedPolicy) -> None:
     assert_identical(a.unpack(), b.unpack())
+    assert a.temperature == b.temperature
     for name in ("counts", "token_ids", "slot"):
         assert getattr(a, name).dtype == getattr(b, name).dtype, name
 
