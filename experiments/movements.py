@@ -29,6 +29,8 @@ from troll.runs.statistics import paired_difference, seed_mean
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = ("tce-reach", "tce-metaworld-reach")
+#: The tables and figures of the page. The second was made when Meta-World's evaluation drew training's own tasks.
+SHOWN = ("tce-reach", "tce-metaworld-reach-training-tasks")
 METHODS = {
     "TCE": ["--events", "segments", "--constraint", "trust_region"],
     "black-box": ["--events", "episodes", "--constraint", "trust_region"],
@@ -58,14 +60,17 @@ def main() -> int:
     return 0
 
 
-def result(recipe: str) -> Path:
-    """The file with each run's method, rate and seed, its evaluations by environment steps, and where it was made."""
-    return DOCS / "results" / f"{recipe}.jsonl"
+def result(name: str) -> Path:
+    """The file of a recipe, or of one of `SHOWN`: a row for each run.
+
+    It has the run's method, rate and seed, its evaluations by environment steps, and where it was made.
+    """
+    return DOCS / "results" / f"{name}.jsonl"
 
 
-def figure(recipe: str) -> Path:
+def figure(name: str) -> Path:
     """The file of the figure."""
-    return DOCS / "assets" / f"{recipe}.svg"
+    return DOCS / "assets" / f"{name}.svg"
 
 
 def tuning() -> Iterator[tuple[str, str, int]]:

@@ -205,8 +205,9 @@ import verl
 print("loaded", "troll.verl.plugin" in sys.modules)
 from hydra import compose, initialize_config_module
 with initialize_config_module("verl.trainer.config", version_base=None):
-    plug_in = ["hydra.searchpath=[pkg://troll.verl.config]", "+troll=fsdp"]
-    config = compose("ppo_trainer", overrides=[*plug_in, "actor_rollout_ref.actor.policy_loss.kl_bound=0.03"])
+    config = compose(
+        "ppo_trainer", overrides=["+troll=fsdp", "actor_rollout_ref.actor.policy_loss.kl_bound=0.03"]
+    )
 actor = config.actor_rollout_ref.actor
 print("settings", actor._target_, actor.policy_loss.loss_mode, actor.policy_loss.kl_bound)
 from troll.verl import TrollFSDPActorConfig, TrollPolicyLossConfig

@@ -20,7 +20,7 @@ EXPERIMENT_NAME=${EXPERIMENT_NAME:-$TASK-$(basename "$MODEL_PATH")-$METHOD-$ANCH
 
 case $METHOD in
   # kl_bound is the one to tune; docs/verl.md lists the others.
-  troll) SURROGATE=('hydra.searchpath=[pkg://troll.verl.config]' "+troll=$ENGINE"
+  troll) SURROGATE=("+troll=$ENGINE"
                     actor_rollout_ref.actor.policy_loss.kl_bound="${KL_BOUND:-0.05}"
                     actor_rollout_ref.actor.policy_loss.regression_weight=1.0
                     actor_rollout_ref.actor.policy_loss.top_k=64

@@ -10,9 +10,9 @@ from experiments.rows import read_rows
 TINY = ["--iterations", "1", "--episodes", "2", "--eval_episodes", "2", "--num_envs", "2", "--updates", "1"]
 
 
-@pytest.mark.parametrize("recipe", movements.RECIPES)
-def test_figure_has_the_mean_of_each_method_and_each_seed(recipe: str) -> None:
-    rows = read_rows(movements.result(recipe))
+@pytest.mark.parametrize("name", movements.SHOWN)
+def test_figure_has_the_mean_of_each_method_and_each_seed(name: str) -> None:
+    rows = read_rows(movements.result(name))
     (axes,) = movements.draw(rows).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}  # type: ignore[arg-type]
     for method in movements.METHODS:
@@ -23,16 +23,16 @@ def test_figure_has_the_mean_of_each_method_and_each_seed(recipe: str) -> None:
     assert len(axes.lines) == len(movements.METHODS) * (1 + len(movements.SEEDS))
 
 
-@pytest.mark.parametrize("recipe", movements.RECIPES)
-def test_page_has_the_table_and_the_figure(recipe: str) -> None:
-    page, figure = (movements.DOCS / "episodic.md").read_text(), movements.figure(recipe)
-    assert movements.outcome(read_rows(movements.result(recipe))) in page
+@pytest.mark.parametrize("name", movements.SHOWN)
+def test_page_has_the_table_and_the_figure(name: str) -> None:
+    page, figure = (movements.DOCS / "episodic.md").read_text(), movements.figure(name)
+    assert movements.outcome(read_rows(movements.result(name))) in page
     assert f"](assets/{figure.name})" in page and figure.is_file()
 
 
-@pytest.mark.parametrize("recipe", movements.RECIPES)
-def test_rate_is_the_best_of_the_tuning_seed(recipe: str) -> None:
-    rows = read_rows(movements.result(recipe))
+@pytest.mark.parametrize("name", movements.SHOWN)
+def test_rate_is_the_best_of_the_tuning_seed(name: str) -> None:
+    rows = read_rows(movements.result(name))
     tuned = {(row["method"], row["learning_rate"]): row["success"][-1] for row in rows if row["seed"] == 0}
     assert sorted(tuned) == sorted((method, rate) for method, rate, _ in movements.tuning())
     for method, rate in movements.best_rates(rows).items():

@@ -111,27 +111,28 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
             {"constraint": Constraint.sequence(torch.ones(2, 8, dtype=torch.bool))},
             r"constraint must be for the token positions \(2, 7\)",
         ),
+        ({"temperature": 0.5}, r"temperature must be that of the old policy's capture, 0\.7, got 0\.5"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     model, inputs, old = moved()
     with pytest.raises(ValueError, match=message):
-        huggingface.trust_region_step(model, **(inputs | {"old": old} | change))
+        huggingface.trust_region_step(model, **(inputs | {"old": old, "temperature": 0.7} | change))
 
 
 def test_a_policy_of_other_positions_or_another_vocabulary_is_refused():
     model, inputs, old = moved()
     with pytest.raises(ValueError, match="old must hold the positions"):
-        huggingface.trust_region_step(model, **inputs, old=old[:1])
+        huggingface.trust_region_step(model, **inputs, old=old[:1], temperature=0.7)
     other = tiny.make_model("llama", vocab_size=60)
     with pytest.raises(ValueError, match="60 tokens, got"):
-        huggingface.trust_region_step(other, **inputs, old=old)
+        huggingface.trust_region_step(other, **inputs, old=old, temperature=0.7)
 
 
 def test_a_policy_of_other_sequences_is_refused():
     model, inputs, old = moved()
     with pytest.raises(ValueError, match="old must be of the same labels"):
-        huggingface.trust_region_step(model, **inputs, old=old[[1, 0]])
+        huggingface.trust_region_step(model, **inputs, old=old[[1, 0]], temperature=0.7)
 
 
 def test_it_is_there_when_it_is_named(monkeypatch):
@@ -139,3 +140,48 @@ def test_it_is_there_when_it_is_named(monkeypatch):
     assert troll.huggingface is huggingface
     with pytest.raises(AttributeError, match="no attribute 'hugging_face'"):
         _ = troll.hugging_face
+
+
+@pytest.mark.parametrize(("temperature", "at"), [(1.0, 0.5), (0.7, 1.0)])
+def test_step_at_another_temperature_is_refused(temperature, at):
+    model, inputs, old = moved(temperature=temperature)
+    assert old.temperature == temperature
+    message = rf"temperature must be .* capture, {temperature}, got {at}"
+    with pytest.raises(ValueError, match=message):
+        huggingface.trust_region_step(model, **inputs, old=old, temperature=at)
+    with pytest.raises(ValueError, match=message):
+        troll.trust_region_step(troll.Logits(logits_of(model, inputs, 1.0), temperature=at), old)
+
+
+def test_mask_of_a_prompt_is_refused():
+    model, inputs, old = moved()
+    step = huggingface.trust_region_step(model, **inputs, old=old, temperature=0.7)
+    advantages = torch.ones(2)
+    for mask in (torch.ones_like(scored(inputs)), inputs["labels"][:, :-1] != -100):  # shifted by one, too
+        with pytest.raises(ValueError, match=r"mask must count only tokens that the step scored, .*labels\[:, 1:\]"):
+            troll.troll_loss(step, advantages, mask)
+    part = scored(inputs).clone()
+    part[0] = False
+    troll.troll_loss(step, advantages, part)
+
+
+#: Rates of layers and of functions, by architecture.
+DROPOUT = {"llama": {"attention_dropout": 0.1}, "gpt2": {"resid_pdrop": 0.1}, "opt": {"dropout": 0.1}}
+
+
+@pytest.mark.parametrize("architecture", DROPOUT)
+def test_active_dropout_is_named(architecture, recwarn):
+    sizes: dict[str, Any] = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
+    sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
+    none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    quiet = tiny.make_model(architecture, **(sizes | none)).train()
+    model, inputs = tiny.make_model(architecture, **(sizes | none | DROPOUT[architecture])), batch()
+    old = captured(model.eval(), inputs)
+    huggingface.trust_region_step(model, **inputs, old=old)
+    huggingface.trust_region_step(quiet, **inputs, old=captured(quiet, inputs))
+    assert not [warning for warning in recwarn if "dropout" in str(warning.message)]
+    named = r"training mode and has dropout \(.*=0\.1 of .*model\.eval\(\)"
+    with pytest.warns(UserWarning, match=named):
+        captured(model.train(), inputs)
+    with pytest.warns(UserWarning, match=named):
+        huggingface.trust_region_step(model, **inputs, old=old)

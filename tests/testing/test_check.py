@@ -44,8 +44,8 @@ class Plain:
         kept = []
         for sample in case.samples:
             at, labels, _ = self.positions(sample)
-            source = Logits(case.old_table[at], temperature=self.old_temperature or case.temperature)
-            policy = capture(source, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
+            logits = case.old_table[at] / (self.old_temperature or case.temperature)
+            policy = capture(logits, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
             kept.append(PackedPolicy.of(policy))
         loss, sums = torch.zeros(()), dict.fromkeys(METRICS, 0.0)
         arrived = iter(kept)

@@ -20,7 +20,7 @@ from troll.trust_region.step import Pull, TrustRegionStep, trust_region_step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIFFERENTIABLE = ("log_ratio", "regression", "log_prob", "entropy")
 #: Those that every step has; `kept_log_mass` belongs to truncated policies.
-FIELDS = [field.name for field in dataclasses.fields(TrustRegionStep) if field.name != "kept_log_mass"]
+FIELDS = [field.name for field in dataclasses.fields(TrustRegionStep) if field.name not in ("kept_log_mass", "scored")]
 
 #: Of a float32 number.
 ROUNDING = 2.0**-24

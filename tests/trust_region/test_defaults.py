@@ -16,7 +16,7 @@ LOSS = {"regression_weight": 1.0, "ratio_level": "token", "aggregation": "sequen
     ("function", "expected"),
     [
         (troll.capture, {"top_k": 64, "mass_threshold": 1e-5, "truncation": None}),
-        (troll.capture_top, {"top_k": 64, "mass_threshold": 1e-5, "truncated": False}),
+        (troll.capture_top, {"top_k": 64, "mass_threshold": 1e-5, "truncated": False, "temperature": None}),
         (troll.project, {"kl_bound": 0.05, "constraint": None}),
         (troll.trust_region_step, STEP | {"entropy": False}),
         (troll.troll_loss, LOSS | {"num_tokens": None}),

@@ -1,5 +1,6 @@
 """troll_loss and its aggregations, against the reference and values computed by hand."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -181,3 +182,34 @@ def test_what_does_not_fit_is_named(message, change):
     arguments = {"step": random_step(), "advantages": torch.zeros(4), "mask": MASK, "aggregation": "token_mean"}
     with pytest.raises(ValueError, match=re.escape(message)):
         troll_loss(**(arguments | change))
+
+
+def step_of(scored: torch.Tensor) -> TrustRegionStep:
+    """A step that is about some tokens only."""
+    return dataclasses.replace(random_step(), scored=scored)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_mask_of_tokens_that_were_not_scored_is_refused(aggregation, dtype):
+    scored = MASK.bool().clone()
+    at = tuple(scored.nonzero()[-1])
+    options = settings_of(aggregation)
+    whole, _ = troll_loss(step_of(scored), draw_advantages(), scored.to(dtype), **options)
+    assert torch.equal(whole, troll_loss(random_step(), draw_advantages(), scored, **options)[0])
+    scored[at] = False
+    part = scored.clone()
+    troll_loss(step_of(MASK.bool()), draw_advantages(), part.to(dtype), **options)  # fewer are fine
+    with pytest.raises(
+        ValueError, match=rf"mask must count only tokens that the step scored, got 1 of {int(MASK.sum())}"
+    ):
+        troll_loss(step_of(scored), draw_advantages(), MASK.to(dtype), **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU the mask is checked")
+def test_tokens_that_were_not_scored_become_nan_on_a_gpu():
+    scored = MASK.bool().clone()
+    scored[tuple(scored.nonzero()[-1])] = False
+    values = {name: x.detach().cuda() for name, x in vars(step_of(scored)).items() if x is not None}
+    loss, metrics = troll_loss(TrustRegionStep(**values), draw_advantages().cuda(), MASK.cuda())
+    assert loss.isnan() and metrics["nonfinite"] == 1

@@ -35,7 +35,7 @@ from troll.runs.toy_model import character_tokenizer
 from troll.trust_region.policy.serialized import to_records
 from troll.verl.regression_weight import RegressionWeight
 
-PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "+troll=fsdp")
+PLUG_IN = ("+troll=fsdp",)
 
 #: A trust region that is reached, and a support that leaves mass outside.
 SMALL = ("kl_bound=0.02", "top_k=12", "mass_threshold=1e-3")

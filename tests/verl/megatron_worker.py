@@ -36,7 +36,7 @@ CASES = worker.CASES | {"entropy": {"entropy_coeff": 0.1, "temperature": 0.7}}
 #: With fewer updates, two processes of a batch that shares one bound do not reach it.
 SAMPLES = rollout(16)
 
-PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "model_engine=megatron", "+troll=megatron")
+PLUG_IN = ("model_engine=megatron", "+troll=megatron")
 
 
 def save_divisible_model(folder: Path) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import verl
+import verl.utils.config
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -27,6 +28,7 @@ from tests.verl.actor import (
     rollout,
     single,
 )
+from tests.verl.fresh import Fresh
 from troll import Truncation
 from troll.verl import TrollFSDPActorConfig
 from troll.verl.fsdp import TrollFSDPEngine
@@ -39,6 +41,15 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 OTHERS = ("veomni", "torchtitan")
 
 
+#: verl's program, with overrides of its command line.
+MAIN = """
+import sys
+sys.argv = ["main_ppo", "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", *{overrides}]
+from verl.trainer.main_ppo import main
+main()
+"""
+
+
 def actor(*overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> Any:
     """What verl's workers make of the actor's configuration."""
     config = configuration(model_folder(), *overrides, plug_in=plug_in)
@@ -46,8 +57,8 @@ def actor(*overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> Any:
 
 
 @functools.cache
-def base() -> DictConfig:
-    return configuration(model_folder())
+def base(plug_in: tuple[str, ...] = PLUG_IN) -> DictConfig:
+    return configuration(model_folder(), plug_in=plug_in)
 
 
 def on_the_driver(*overrides: str) -> None:
@@ -136,6 +147,12 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     **{(f"{ACTOR}.strategy={other}",): rf"actor\.strategy must be fsdp or fsdp2 .*got '{other}'" for other in OTHERS},
     (*REPORTED, f"{ROLLOUT}.logprobs_mode=raw_logprobs"): "logprobs_mode=processed_logprobs",
     (*REPORTED, f"{ROLLOUT}.name=sglang"): r"rollout\.name=vllm",
+    (*REPORTED, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"): "not raw_logprobs",
+    (f"{ROLLOUT}.engine_kwargs.vllm.logits_processors=[mine.Bias]",): r"logits_processors.*leave them out",
+    (f"{ROLLOUT}.repetition_penalty=1.05",): r"repetition_penalty .* set it to 1, got 1\.05",
+    (f"{ROLLOUT}.temperature=0",): r"temperature must be at least 0\.01, .*got 0",
+    (f"{ROLLOUT}.temperature=0.001",): r"temperature must be at least 0\.01, .*got 0\.001",
+    (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"): r"SGLang.*rollout\.name=vllm",
     (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
     (f"{ROLLOUT}.top_p=0.9", "algorithm.use_kl_in_reward=true"): r"actor\.use_kl_loss=True instead",
     (
@@ -153,6 +170,67 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
 def test_what_cannot_be_trained_is_refused_on_the_driver(overrides: Sequence[str], message: str) -> None:
     with pytest.raises(Exception, match=message):
         on_the_driver(*overrides)
+
+
+#: Settings of a rollout that change nothing of what is sampled, or that belong to an engine that is not used.
+ALLOWED = (
+    (f"{ROLLOUT}.repetition_penalty=1.0", f"{ROLLOUT}.temperature=0.6", f"{ROLLOUT}.top_p=0.95", f"{ROLLOUT}.top_k=20"),
+    (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"),
+    (f"{ROLLOUT}.engine_kwargs.vllm.attention_backend=TRITON_ATTN",),
+    (f"{ROLLOUT}.engine_kwargs.vllm.logits_processors=[]",),
+    (f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
+    (f"{ROLLOUT}.engine_kwargs.sglang.logits_processors=[mine.Bias]",),
+    (f"{ROLLOUT}.engine_kwargs=null",),
+)
+
+
+@pytest.mark.parametrize("overrides", ALLOWED)
+def test_settings_that_leave_the_old_policy_as_it_is_are_allowed(overrides: Sequence[str]) -> None:
+    on_the_driver(*overrides)
+
+
+#: A configuration that names TROLL where nothing reads it, as Hydra composes it without the group, or with it.
+UNREAD = {
+    "+troll=fsdp": {"troll": "fsdp"},
+    "++troll=megatron": {"troll": "megatron"},
+    "+troll=nonsense": {"troll": "nonsense"},
+    "+troll=[fsdp]": {"troll": ["fsdp"]},
+    "+troll=null": {"troll": None},
+    "+troll.kl_bound=0.1": {"troll": {"kl_bound": 0.1}},
+}
+
+
+@pytest.mark.parametrize("plug_in", [(), PLUG_IN], ids=["without the group", "with it"])
+@pytest.mark.parametrize("values", UNREAD.values(), ids=UNREAD)
+def test_a_configuration_that_names_troll_where_nothing_reads_it_is_refused(
+    values: dict[str, Any], plug_in: tuple[str, ...]
+) -> None:
+    config = base(plug_in).copy()
+    OmegaConf.set_struct(config, False)
+    config = OmegaConf.merge(config, values)
+    with pytest.raises(ValueError, match=r"selects nothing, .*by \+troll=fsdp or \+troll=megatron.*by pip"):
+        verl.utils.config.validate_config(config=config, use_reference_policy=False, use_critic=False)
+
+
+def test_the_group_put_elsewhere_is_refused(fresh: Fresh) -> None:
+    """By verl's own program, before Ray starts."""
+    done = fresh(MAIN.format(overrides=["+troll@elsewhere=fsdp"]))
+    assert done.code == 1
+    assert any("troll@elsewhere selects nothing" in line for line in done.said), "\n".join(done.said)
+
+
+def test_a_users_own_search_path_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.yaml").write_text("# @package _global_\ntrainer:\n  project_name: mine\n")
+    config = composed(model_folder(), f"hydra.searchpath=[file://{tmp_path}]", "+mine=a", "+troll=fsdp")
+    assert config.trainer.project_name == "mine"
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "troll"
+
+
+@pytest.mark.parametrize("override", ["troll=fsdp", "++troll=fsdp", "+troll=nonsense"])
+def test_another_way_of_writing_the_group_is_hydras_error(override: str) -> None:
+    with pytest.raises(HydraException, match=r"\+troll=fsdp|Available options in 'troll':\s+fsdp\s+megatron"):
+        composed(model_folder(), override)
 
 
 @pytest.mark.parametrize("engine", [*OTHERS, "megatron"])

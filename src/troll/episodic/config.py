@@ -47,7 +47,8 @@ class EpisodicConfig:
             region, so without clipping one large step would lead to larger ones.
         hidden: Units in each of the two hidden layers of the networks.
         eval_every: Iterations between evaluations, each of which also saves a checkpoint.
-        eval_episodes: Number of episodes in an evaluation, always the same, with the mean movement.
+        eval_episodes: Number of episodes in an evaluation, always the same, with the mean movement. None is one of
+            training: in Meta-World each has a task of its own that training never draws.
         num_envs: Number of environments that step together; divides `episodes` and `eval_episodes`.
         processes: Whether each environment runs in its own process.
         seed: Seed of the initial networks, of movements and episodes.

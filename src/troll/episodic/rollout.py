@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from torch import Tensor
 
 from troll.episodic.environments import Task
+from troll.episodic.environments.metaworld import HELD_OUT
 from troll.episodic.prodmp import ProDMP
 
 Environments = SyncVectorEnv | AsyncVectorEnv
@@ -52,6 +54,7 @@ def collect(
     primitive: ProDMP,
     choose: Callable[[Tensor], Tensor],
     seeds: Sequence[int],
+    held_out: bool = False,
 ) -> Rollout:
     """Runs an episode for each seed, as many at once as there are environments.
 
@@ -61,6 +64,8 @@ def collect(
         primitive: The tables of the task's movements.
         choose: A function from contexts, (b, o), to the weights of movements, (b, d).
         seeds: The seeds of the episodes; their number must be a multiple of that of the environments.
+        held_out: Whether an environment with a fixed number of tasks gives each episode a task of its own that training
+            never draws. In others, where a seed draws from a continuum, it has no effect.
 
     Raises:
         ValueError: If the number of seeds is not such a multiple.
@@ -68,17 +73,23 @@ def collect(
     count = environments.num_envs
     if len(seeds) % count:
         raise ValueError(f"seeds must be a multiple of the {count} environments, got {len(seeds)}")
+    options = {HELD_OUT: list(seeds)} if held_out else None
     parts = [
-        _episodes(task, environments, primitive, choose, seeds[first : first + count])
+        _episodes(task, environments, primitive, choose, seeds[first : first + count], options)
         for first in range(0, len(seeds), count)
     ]
     return Rollout(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _episodes(
-    task: Task, environments: Environments, primitive: ProDMP, choose: Callable[[Tensor], Tensor], seeds: Sequence[int]
+    task: Task,
+    environments: Environments,
+    primitive: ProDMP,
+    choose: Callable[[Tensor], Tensor],
+    seeds: Sequence[int],
+    options: dict[str, Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    now, _ = environments.reset(seed=list(seeds))
+    now, _ = environments.reset(seed=list(seeds), options=options)
     observations, rewards = [torch.as_tensor(now, dtype=torch.float64)], []
     weights = choose(observations[0])
     start = (torch.as_tensor(x, dtype=torch.float64) for x in task.start(now))

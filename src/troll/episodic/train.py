@@ -163,11 +163,12 @@ class _Run:
         return row
 
     def _evaluate(self) -> dict[str, Any]:
-        """Return and success of the mean movements in fixed evaluation episodes, with 95 % intervals."""
+        """Return and success of the mean movements in fixed held-out episodes, with 95 % intervals."""
         with torch.no_grad():
             rollout = self._collect(
                 lambda contexts: self.learner.policy(contexts).mean,
                 _seeds(self.config.seed, _EVALUATION, 0, self.config.eval_episodes),
+                held_out=True,
             )
         self._write_paths(rollout)
         returns, success = rollout.rewards.sum(-1).tolist(), rollout.success.double().mean().item()
@@ -178,8 +179,8 @@ class _Run:
             "eval_success_interval": wilson_interval(success, len(returns)),
         }
 
-    def _collect(self, choose: Choose, seeds: list[int]) -> Rollout:
-        return collect(self.task, self.environments, self.primitive, choose, seeds)
+    def _collect(self, choose: Choose, seeds: list[int], held_out: bool = False) -> Rollout:
+        return collect(self.task, self.environments, self.primitive, choose, seeds, held_out)
 
     def _write_paths(self, rollout: Rollout) -> None:
         """Saves the paths of a few evaluation episodes: those of the first evaluation, and of the latest."""

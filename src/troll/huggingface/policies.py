@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from troll.huggingface.dropout import warn_about_dropout
 from troll.huggingface.forward import ReadingOutput, ReadingRequest, forward_and_read
 from troll.trust_region.checks import check_shape
 from troll.trust_region.constraint import Constraint
@@ -44,7 +45,7 @@ def capture(
         input_ids: The tokens of B sequences, (B, L).
         labels: (B, L) as in transformers: the tokens to score, −100 elsewhere.
         attention_mask: (B, L); None for no padding.
-        temperature: The sampling temperature.
+        temperature: The sampling temperature, which the policy remembers.
         top_k: K, the tokens to keep at most, at least 1.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         truncation: The sampler's truncation, or None, as in [capture][troll.capture]; K and δ then have no effect.
@@ -58,6 +59,7 @@ def capture(
         ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
         RuntimeError: If the model's logits are not those of its head.
     """
+    warn_about_dropout(model)
     targets = targets_of(input_ids, labels)
     scored = targets != -100
     policy, _ = capture_tokens(
@@ -108,23 +110,25 @@ def trust_region_step(
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (B, L − 1). This argument,
             `constraint`, `pull` and `entropy` are those of [trust_region_step][troll.trust_region_step].
         attention_mask: (B, L); None for no padding.
-        temperature: The sampling temperature, as in the capture.
+        temperature: The sampling temperature, that of the capture.
         constraint: Groups of the (B, L − 1) tokens that share one multiplier; None gives each its own.
         pull: The form of the step's `regression`: "projection" or "proximal".
         entropy: Whether the step's `entropy` is computed.
         **model_inputs: Further arguments of the model's forward.
 
     Returns:
-        A step of (B, L − 1) positions, for [troll_loss][troll.troll_loss] with the mask `labels[:, 1:] != -100`; 0
-        where that is false.
+        A step of (B, L − 1) positions, for [troll_loss][troll.troll_loss] with the mask `labels[:, 1:] != -100` or a
+        part of it; 0 where that is false.
 
     Raises:
-        ValueError: On shapes that do not fit, (on a CPU) an old policy of other labels, an unknown name, or a head that
-            cannot be read.
+        ValueError: On shapes that do not fit, another temperature than that of the capture, (on a CPU) an old policy of
+            other labels, an unknown name, or a head that cannot be read.
         RuntimeError: If the model's logits are not those of its head, or something rounds its outputs.
     """
+    warn_about_dropout(model)
     targets = targets_of(input_ids, labels)
     old.check_positions(targets.shape)
+    old.check_temperature(temperature)
     scored = targets != -100
     at = scored.nonzero(as_tuple=True)  # one wait for the device
     counted = old[at]
@@ -147,7 +151,8 @@ def trust_region_step(
         **model_inputs,
     )
     step = step_of_policy(new, counted, kl_bound, constraint=constraint, pull=pull)
-    return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in vars(step).items() if x is not None})
+    values = {name: scatter(x, scored) for name, x in vars(step).items() if x is not None}
+    return dataclasses.replace(step, **values, scored=scored)
 
 
 def _check_sampled(old: SparsePolicy, targets: Tensor) -> None:
@@ -232,7 +237,14 @@ def capture_tokens(
     assert output.vocab_size is not None
     threshold = mass_threshold if truncation is None else 0.0
     policy = SparsePolicy(
-        token_ids, log_probs, tail_log_prob, slot, output.vocab_size, threshold, truncated=truncation is not None
+        token_ids,
+        log_probs,
+        tail_log_prob,
+        slot,
+        output.vocab_size,
+        threshold,
+        truncated=truncation is not None,
+        temperature=float(temperature),
     )
     return policy, added
 
@@ -276,4 +288,4 @@ def read_tokens(
     support_ids, logits, tail_logit, tail_entropy = output.tensors
     if output.vocab_size != old.vocab_size:
         raise ValueError(f"old must be of the model's {output.vocab_size} tokens, got {old.vocab_size}")
-    return PolicyOnSupport(support_ids, logits, tail_logit, old.vocab_size, tail_entropy), output
+    return PolicyOnSupport(support_ids, logits, tail_logit, old.vocab_size, tail_entropy, temperature), output

@@ -53,8 +53,12 @@ def reference(
     at = ids[:, :-1]
 
     old_table, new_table = case.old_table.double(), case.new_table.double().clone().requires_grad_()
-    old_source = Logits(old_table[at], temperature=old_temperature or case.temperature)
-    old = capture(old_source, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
+    old = capture(
+        old_table[at] / (old_temperature or case.temperature),
+        labels,
+        top_k=case.top_k,
+        mass_threshold=case.mass_threshold,
+    )
     step = trust_region_step(Logits(new_table[at], temperature=case.temperature), old, case.kl_bound)
     if ratio_is_raw:
         step = dataclasses.replace(step, log_ratio=step.log_prob - old.log_prob)

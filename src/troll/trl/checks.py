@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import has_length
 
+from troll.huggingface.dropout import dropout_rates
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.rewards.grading import clash
 from troll.trl import seam
@@ -22,41 +23,6 @@ from troll.trl.config import TrollConfig
 #: Every model has a few weights that are too large for a step to change them, such as those of norms. A larger share
 #: than this deserves a warning.
 MAX_UNRESOLVED = 0.1
-
-#: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
-#: attention kernel, or a draw that skips a whole layer), instead of a layer of torch.
-FUNCTIONAL_RATES = frozenset(
-    {
-        "activation_dropout",
-        "attention_dropout",
-        "attn_dropout",
-        "attn_dropout_p",
-        "attn_pdrop",
-        "drop_prob",
-        "dropout",
-        "dropout_p",
-        "dropout_positions",
-        "dropout_prob",
-        "dropout_rate",
-        "embedding_dropout",
-        "emb_pdrop",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "layerdrop",
-        "resid_pdrop",
-        "residual_dropout",
-    }
-)
-
-
-def dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
-    for module in model.modules():
-        is_layer = isinstance(module, torch.nn.modules.dropout._DropoutNd)
-        for name in ("p",) if is_layer else FUNCTIONAL_RATES & vars(module).keys():
-            rate = getattr(module, name)
-            if isinstance(rate, float) and rate > 0:
-                yield module, name
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

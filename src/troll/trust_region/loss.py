@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, get_args
 
 import torch
@@ -35,7 +36,9 @@ def troll_loss(
     Args:
         step: The result of [trust_region_step][troll.trust_region_step] for (B, T) tokens.
         advantages: A: (B,), one per sequence, or (B, T).
-        mask: (B, T), true (or 1) where a token counts. Values elsewhere do not matter, NaN included.
+        mask: (B, T), true (or 1) where a token counts. Values elsewhere do not matter, NaN included. On a GPU, where
+            checking would need a host sync, a token that counts but has the label −100 in a step of
+            [troll.huggingface][] becomes NaN, and the metrics count it as "nonfinite".
         regression_weight: α ≥ 0, the weight of the pull; with 0 there is only the projected ratio.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         aggregation: "sequence_mean", the mean over a sequence's tokens, then over sequences (GRPO); "token_mean", over
@@ -48,8 +51,8 @@ def troll_loss(
         The loss, a scalar, and metrics of the trust region by name, 0-d tensors. There is no host sync.
 
     Raises:
-        ValueError: If shapes do not fit, a name is unknown, α < 0, or `max_length` or `num_tokens` is missing or not
-            used.
+        ValueError: If shapes do not fit, a name is unknown, α < 0, `max_length` or `num_tokens` is missing or not used,
+            or (on a CPU) the mask counts tokens that the step did not score.
     """
     shape = step.log_ratio.shape
     if len(shape) != 2:
@@ -65,6 +68,7 @@ def troll_loss(
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
 
     mask = mask.bool()
+    step = _counting(step, mask)
     log_ratio = torch.where(mask, step.log_ratio, 0.0)
     if ratio_level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -72,6 +76,30 @@ def troll_loss(
     per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
     loss = aggregate(per_token, mask, aggregation, max_length, num_tokens)
     return loss, step_tally(step, mask).values(empty=0.0)
+
+
+def _counting(step: TrustRegionStep, mask: Tensor) -> TrustRegionStep:
+    """The step, if it is about every token of a mask.
+
+    On a GPU, where finding out would need a host sync, other tokens become NaN, which the metrics count.
+
+    Raises:
+        ValueError: On a CPU, if the mask counts other tokens.
+    """
+    if step.scored is None:
+        return step
+    others = mask & ~step.scored
+    if mask.device.type != "cpu":
+        broken = {name: getattr(step, name) for name in ("log_ratio", "regression", "kl_before", "kl_after")}
+        return dataclasses.replace(
+            step, **{name: values.masked_fill(others, torch.nan) for name, values in broken.items()}
+        )
+    if bool(others.any()):
+        raise ValueError(
+            f"mask must count only tokens that the step scored, got {int(others.sum())} of {int(mask.sum())} whose "
+            "label is -100: use mask=labels[:, 1:] != -100, or a part of it"
+        )
+    return step
 
 
 def aggregate(

@@ -49,6 +49,7 @@ class TrustRegionStep:
             differentiable; None unless it was requested.
         kept_log_mass: log p̃(S), the new policy's mass on the kept set, differentiable; None unless the old policy is
             truncated.
+        scored: bool, true at the tokens that this step is about; None for all. Other tokens have 0 in every field.
     """
 
     log_ratio: Tensor
@@ -60,6 +61,7 @@ class TrustRegionStep:
     projected: Tensor
     entropy: Tensor | None = None
     kept_log_mass: Tensor | None = None
+    scored: Tensor | None = None
 
 
 def trust_region_step(
@@ -97,10 +99,11 @@ def trust_region_step(
             entropy or none.
 
     Raises:
-        ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or `pull` is unknown.
+        ValueError: If the positions, the vocabulary or the temperature do not fit, ε ≤ 0, or `pull` is unknown.
     """
     check_choice("pull", pull, PULLS)
-    source = Logits(source) if isinstance(source, Tensor) else source
+    source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
+    old.check_temperature(source.temperature)
     new = source
     if not isinstance(new, PolicyOnSupport):
         old.check_positions(new.shape)

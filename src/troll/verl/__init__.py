@@ -1,7 +1,7 @@
 """TROLL in stock verl (Ray, FSDP, Megatron, vLLM): selected by settings, without a fork. See docs/verl.md.
 
-`hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp` on verl's command line selects it; the settings are in
-`config/troll`. The actor's configuration is one of the classes below; reading it in a Ray worker registers the engines
+`+troll=fsdp` on verl's command line selects it; the settings are in `config/troll`, which Hydra finds by the plugin in
+`hydra_plugins`. The actor's configuration is one of the classes below; reading it in a Ray worker registers the engines
 and the policy loss with verl. Importing only this package does nothing.
 """
 

@@ -57,7 +57,7 @@ class TrustRegionEngine:
         if settings is None:
             raise ValueError(
                 f"the engine {engine_config.strategy} gets its settings from the actor's configuration: select it with "
-                "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp (or megatron)"
+                "+troll=fsdp or +troll=megatron"
             )
         self.trust_region = settings
         # verl's engine compares the strategy with its own names.

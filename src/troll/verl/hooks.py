@@ -86,7 +86,13 @@ class Hook:
             return self.loss(model_output, data, dp_group)
         logits = student_logits.flatten(0, -2)
         # Donated, since only this hook needs them.
-        source = Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group, donate=is_whole(logits))
+        source = Logits(
+            logits,
+            temperature=None,  # verl has divided by it
+            rows=self.tokens.rows,
+            vocab_group=self.vocab_group,
+            donate=is_whole(logits),
+        )
         outputs = self.everywhere(self.read(source, data))
         return {name: values.view(student_logits.shape[:-1]) for name, values in outputs.items()}
 

@@ -77,8 +77,7 @@ def trust_region_policy_loss(
     tokens = _projected.get()
     if tokens is None:
         raise RuntimeError(
-            "loss_mode=troll without an engine that projects: select both with "
-            "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp"
+            "loss_mode=troll without an engine that projects: select both with +troll=fsdp or +troll=megatron"
         )
     # Values at masked tokens do not matter, infinities included.
     mask = response_mask.bool()

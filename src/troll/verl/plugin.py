@@ -1,7 +1,8 @@
-"""The plugin that verl loads in every process by its entry point `verl.plugins`: hooks that wait for two modules.
+"""The plugin that verl loads in every process by its entry point `verl.plugins`: hooks that wait for three modules.
 
 Runs without TROLL load this plugin too, and verl logs a plugin's errors only at DEBUG. So nothing is imported before it
-is needed, and an error is raised only where a rollout with `anchor: rollout` begins.
+is needed, and an error is raised only where a configuration names TROLL without selecting it, or where a rollout with
+`anchor: rollout` begins.
 """
 
 from __future__ import annotations
@@ -11,6 +12,48 @@ from functools import wraps
 from typing import Any
 
 from wrapt import when_imported
+
+
+@when_imported("verl.utils.config")
+def _check(module: Any) -> None:
+    """Checks a configuration on the driver where verl validates it, before Ray starts."""
+    validate = getattr(module, "validate_config", None)
+    if validate is None:  # another verl, which the configuration reports if TROLL is asked for
+        return
+
+    @wraps(validate)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_unread(config)
+        return validate(config, *args, **kwargs)
+
+    module.validate_config = validate_config
+
+
+def refuse_unread(config: Any) -> None:
+    """Refuses a configuration that names TROLL where nothing reads it: verl would train with its own loss.
+
+    Hydra adds `+troll=fsdp` as a plain value where it does not find the group, and every `+troll.name=value`. A group
+    that is put elsewhere, as in `+troll@actor=fsdp`, does not reach the actor.
+
+    Args:
+        config: verl's whole configuration, as Hydra composed it.
+
+    Raises:
+        ValueError: If there is such a name.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    elsewhere = [group for group in chosen if group.startswith("troll@")]
+    if "troll" not in config and not elsewhere:
+        return
+    named = elsewhere[0] if elsewhere else f"troll={config.troll}"
+    raise ValueError(
+        f"{named} selects nothing, and verl would train with its own loss: select TROLL by +troll=fsdp or "
+        "+troll=megatron on the command line, or by the entry `- troll: fsdp` in a file's list `defaults`, and set "
+        "actor_rollout_ref.actor.policy_loss.kl_bound and so on. If you did, Hydra does not find troll-rl's files: "
+        "install troll-rl by pip, a checkout too"
+    )
 
 
 @when_imported("verl.workers.rollout.replica")

@@ -25,6 +25,10 @@ PLUGIN = "troll.verl.plugin"
 
 _ACTOR = "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+#: vLLM's lowest temperature: it samples at this one where a lower one is set, and takes the most likely token at 0.
+LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass
@@ -72,6 +76,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     rollout_log_probs: bool = True
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
+    rollout_temperature: float = 1.0
+    rollout_repetition_penalty: float = 1.0
+    rollout_engine_kwargs: Any = None
     rollout_name: str | None = None
     rollout_is_disaggregated: bool = False
     rollout_logprobs_mode: str = "processed_logprobs"
@@ -103,6 +110,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
                 f"log-probabilities are those on the kept tokens: set {_ACTOR}.use_kl_loss=True instead"
             )
+        self._check_sampling()
         self._check_trainer()
         if self.anchor == "rollout":
             self._check_rollout()
@@ -112,6 +120,33 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         """The rollout's truncation of the policy; None if there is none."""
         kept = Truncation(max(self.rollout_top_k, 0), self.rollout_top_p)
         return None if kept == Truncation() else kept
+
+    def _check_sampling(self) -> None:
+        """Refuses settings with which the rollout would draw from another policy than the old one."""
+        if not self.rollout_temperature >= LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, below which vLLM does not sample at "
+                f"it, got {self.rollout_temperature}"
+            )
+        if self.rollout_repetition_penalty != 1:
+            raise ValueError(
+                f"{_ROLLOUT}.repetition_penalty changes what is sampled and cannot be a part of the old policy: set it "
+                f"to 1, got {self.rollout_repetition_penalty}"
+            )
+        if self.rollout_name == "sglang" and self.rollout_top_p < 1 and self.rollout_top_k > 0:
+            raise ValueError(
+                f"{_ROLLOUT}.top_p and top_k keep other tokens in SGLang than in the old policy, since SGLang's top_p "
+                "is a share of the whole policy, not of what top_k keeps: set one of them, or rollout.name=vllm"
+            )
+        if self._engine_setting("logits_processors"):
+            raise ValueError(
+                f"{_ROLLOUT}.engine_kwargs has logits_processors, which change what is sampled and cannot be a part of "
+                "the old policy: leave them out"
+            )
+
+    def _engine_setting(self, name: str) -> Any:
+        """A setting that is handed to the rollout's engine past verl; None if there is none."""
+        return ((self.rollout_engine_kwargs or {}).get(self.rollout_name) or {}).get(name)
 
     def _check_trainer(self) -> None:
         if not self.uses_v1_trainer:
@@ -135,10 +170,11 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_LOSS}.anchor=rollout takes the place of the old-policy pass: set "
                 "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True"
             )
-        if self.rollout_logprobs_mode != "processed_logprobs":
+        mode = self._engine_setting("logprobs_mode") or self.rollout_logprobs_mode
+        if mode != "processed_logprobs":
             raise ValueError(
                 f"{_LOSS}.anchor=rollout needs log-probabilities at the sampling temperature: set "
-                f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, not {self.rollout_logprobs_mode}"
+                f"{_ROLLOUT}.logprobs_mode=processed_logprobs, and none in its engine_kwargs, not {mode}"
             )
         if self.rollout_is_disaggregated or self.rollout_name in ("sglang", "trtllm"):
             raise ValueError(

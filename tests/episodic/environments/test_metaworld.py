@@ -1,17 +1,38 @@
 """The adapter for Meta-World, with a stand-in that has its API; with Meta-World itself where that is installed."""
 
+import contextlib
+import dataclasses
+import pickle
 import sys
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("mujoco")
 
+from troll.episodic import ProDMP
 from troll.episodic.environments import make_task
 from troll.episodic.environments.metaworld import make_metaworld
+from troll.episodic.rollout import collect, make_environments
+
+
+class Task(NamedTuple):
+    """As Meta-World's: its data are a pickle."""
+
+    env_name: str
+    data: bytes
+
+
+class MT1:
+    """50 tasks of a seed. Those of the next seed begin at its last one."""
+
+    def __init__(self, env_name: str, seed: int) -> None:
+        goals = [np.array([0.0, 0.6 + 0.005 * (49 * seed + number) % 1, 0.2]) for number in range(50)]
+        self.train_tasks = [Task(env_name, pickle.dumps({"rand_vec": goal})) for goal in goals]
 
 
 class StandIn(gymnasium.Env):
@@ -22,13 +43,13 @@ class StandIn(gymnasium.Env):
 
     def __init__(self, env_name: str, seed: int) -> None:
         self.draws_tasks = True
-        self.tasks = [np.array([0.0, 0.6 + 0.005 * number, 0.2]) for number in range(50)]
+        self.tasks = MT1(env_name, seed).train_tasks
 
     def toggle_sample_tasks_on_reset(self, on: bool) -> None:
         self.draws_tasks = on
 
-    def set_task(self, task: np.ndarray) -> None:
-        self.goal = task
+    def set_task(self, task: Task) -> None:
+        self.goal = pickle.loads(task.data)["rand_vec"]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         assert not self.draws_tasks
@@ -55,7 +76,9 @@ def metaworld(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         import metaworld  # noqa: F401
     except ImportError:
-        monkeypatch.setitem(sys.modules, "metaworld", ModuleType("metaworld"))
+        module = ModuleType("metaworld")
+        monkeypatch.setattr(module, "MT1", MT1, raising=False)
+        monkeypatch.setitem(sys.modules, "metaworld", module)
         spec = gymnasium.envs.registration.EnvSpec("Meta-World/MT1", make_stand_in, max_episode_steps=500)
         monkeypatch.setitem(gymnasium.registry, "Meta-World/MT1", spec)
 
@@ -66,6 +89,61 @@ def test_seed_of_a_reset_chooses_the_task() -> None:
     goals = [environment.reset(seed=seed)[0][-3:] for seed in (0, 1, 0, 2)]
     assert np.array_equal(goals[0], goals[2])
     assert len({tuple(goal) for goal in goals}) > 1
+
+
+def trained_goals(environment: gymnasium.Env) -> set[tuple[float, ...]]:
+    return {tuple(pickle.loads(task.data)["rand_vec"][-3:]) for task in environment.get_wrapper_attr("tasks")}
+
+
+@pytest.mark.usefixtures("metaworld")
+@pytest.mark.parametrize("seeds", [list(range(64)), [*range(1000, 1064)]])
+def test_held_out_episodes_have_tasks_of_their_own(seeds: list[int]) -> None:
+    environment = make_metaworld("reach-v3")
+
+    def goal(seed: int, **options: Any) -> tuple[float, ...]:
+        return tuple(environment.reset(seed=seed, options=options or None)[0][-3:])
+
+    trained = trained_goals(environment)
+    assert len(trained) == 50
+    held_out = [goal(seed, held_out=seeds) for seed in seeds]
+    assert len(set(held_out)) == len(seeds) and not trained & set(held_out)
+    assert [make_metaworld("reach-v3").reset(seed=seed, options={"held_out": seeds})[0][-1] for seed in seeds[:2]] == [
+        value[-1] for value in held_out[:2]
+    ]
+    assert {goal(seed) for seed in range(5)} <= trained  # training goes on with its own
+
+
+def test_more_held_out_episodes_than_tasks_are_refused(metaworld: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = make_metaworld("reach-v3")
+    module: Any = sys.modules["metaworld"]
+    few = [*environment.get_wrapper_attr("tasks"), *module.MT1("reach-v3", seed=1).train_tasks[1:3]]
+    monkeypatch.setattr(module, "MT1", lambda name, seed: SimpleNamespace(train_tasks=few))  # of every seed
+    environment.reset(seed=5, options={"held_out": [5, 6]})
+    with pytest.raises(
+        ValueError, match=r"reach-v3 has 2 tasks that training does not draw, .* at most as many, got 3"
+    ):
+        environment.reset(seed=5, options={"held_out": [5, 6, 7]})
+
+
+@pytest.mark.usefixtures("metaworld")
+@pytest.mark.parametrize("processes", [False, True])
+def test_evaluation_is_on_held_out_tasks(processes: bool) -> None:
+    """As training collects it: in every environment, and in batches."""
+    task, seeds = make_task("metaworld:reach-v3"), [11, 12, 13, 14]
+    task = dataclasses.replace(task, num_steps=1)
+    primitive = ProDMP(num_bases=2, num_steps=1, time_step=task.time_step)
+    environments = make_environments(task, 2, processes)
+
+    def goals(seeds: list[int], held_out: bool) -> set[tuple[float, ...]]:
+        rollout = collect(
+            task, environments, primitive, lambda x: torch.zeros(len(x), 12).double(), seeds, held_out=held_out
+        )
+        return set(map(tuple, rollout.contexts[:, -3:].tolist()))
+
+    with contextlib.closing(environments):
+        held_out, drawn = goals(seeds, True), goals(seeds, False)
+    trained = trained_goals(task.make())
+    assert len(held_out) == 4 and not held_out & trained and drawn <= trained
 
 
 @pytest.mark.usefixtures("metaworld")

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import troll
@@ -67,8 +68,11 @@ def random_policy(
     generator = torch.Generator().manual_seed(0)
     logits = 4.0 * torch.randn(*shape, size, generator=generator, dtype=torch.float64).to(dtype)
     token_ids = torch.randint(size, shape, generator=generator)
-    return troll.capture(logits, token_ids, top_k=top_k, mass_threshold=mass_threshold)
+    return troll.capture(troll.Logits(logits), token_ids, top_k=top_k, mass_threshold=mass_threshold)
 
+
+#: Of a capture, or None where it is not known.
+TEMPERATURES = st.none() | st.floats(1e-7, 30)
 
 #: Captures that cannot be joined with `random_policy()`, by what they do not share with it.
 OTHER_CAPTURES = [
@@ -76,11 +80,18 @@ OTHER_CAPTURES = [
     ("vocab_size", random_policy(size=41)),
     ("top_k", random_policy(top_k=9)),
     ("truncated", dataclasses.replace(random_policy(), truncated=True)),
+    ("temperature", dataclasses.replace(random_policy(), temperature=0.5)),
 ]
 
 
 def padded(
-    counts: torch.Tensor, top_k: int, *, dtype: torch.dtype = torch.float32, truncated: bool = False, seed: int = 0
+    counts: torch.Tensor,
+    top_k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    truncated: bool = False,
+    temperature: float | None = None,
+    seed: int = 0,
 ) -> SparsePolicy:
     """A policy with so many used slots at each position, its values random, with some NaN, −inf and −0 among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,6 +112,7 @@ def padded(
         vocab_size=2**31 - 1,
         mass_threshold=1e-3,
         truncated=truncated,
+        temperature=temperature,
     )
 
 
@@ -119,7 +131,8 @@ def by_torch(value: Any) -> Any:
 def assert_identical(a: SparsePolicy, b: SparsePolicy) -> None:
     """Bit for bit, NaN and −inf included."""
     assert (a.shape, a.top_k) == (b.shape, b.top_k)
-    assert (a.vocab_size, a.mass_threshold, a.truncated) == (b.vocab_size, b.mass_threshold, b.truncated)
+    for name in ("vocab_size", "mass_threshold", "truncated"):
+        assert getattr(a, name) == getattr(b, name), name
     for name in FIELDS:
         left, right = getattr(a, name), getattr(b, name)
         assert left.dtype == right.dtype and left.shape == right.shape, name

@@ -15,6 +15,7 @@ import troll
 from tests.trust_region.policy.policies import (
     FIELDS,
     OTHER_CAPTURES,
+    TEMPERATURES,
     assert_identical,
     by_pickle,
     by_torch,
@@ -36,7 +37,8 @@ def policies(draw: st.DrawFn, min_dims: int = 0) -> SparsePolicy:
     low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (1, 1), (0, 1)]))
     counts = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
     dtype, truncated = draw(st.sampled_from([torch.float32, torch.float64])), draw(st.booleans())
-    return padded(counts, top_k, dtype=dtype, truncated=truncated, seed=seed)
+    temperature = draw(TEMPERATURES)
+    return padded(counts, top_k, dtype=dtype, truncated=truncated, temperature=temperature, seed=seed)
 
 
 def backwards(index: Any) -> bool:
@@ -58,6 +60,7 @@ def assert_consistent(packed: PackedPolicy) -> None:
 def assert_packs(packed: PackedPolicy, policy: SparsePolicy) -> None:
     assert_consistent(packed)
     assert_identical(packed.unpack(), policy)
+    assert packed.temperature == packed.unpack().temperature == policy.temperature
     # A position without slots has no sampled token.
     log_prob = policy.log_prob.masked_fill(~policy.used.any(-1), -torch.inf)
     torch.testing.assert_close(packed.log_prob, log_prob, rtol=0, atol=0, equal_nan=True)

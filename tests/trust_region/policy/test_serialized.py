@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.trust_region.policy.policies import (
     OTHER_CAPTURES,
+    TEMPERATURES,
     assert_identical,
     by_pickle,
     by_torch,
@@ -37,6 +38,7 @@ def records() -> list[torch.Tensor]:
 
 def assert_same(a: PackedPolicy, b: PackedPolicy) -> None:
     assert_identical(a.unpack(), b.unpack())
+    assert a.temperature == b.temperature
     for name in ("counts", "token_ids", "slot"):
         assert getattr(a, name).dtype == getattr(b, name).dtype, name
 
@@ -48,6 +50,7 @@ def batches(draw: st.DrawFn) -> tuple[PackedPolicy, list[int]]:
     low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (0, 1)]))
     counts = torch.randint(low, high + 1, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
     policy = PackedPolicy.of(padded(counts, top_k, truncated=draw(st.booleans()), seed=seed))
+    policy = dataclasses.replace(policy, temperature=draw(TEMPERATURES))
     threshold = draw(st.floats(0, 1, exclude_max=True))
     return dataclasses.replace(policy, mass_threshold=threshold), lengths
 
@@ -95,7 +98,7 @@ def test_size():
         part = policy[positions : positions + length]
         assert record.nbytes == 4 * HEADER + 12 * length + 8 * part.token_ids.numel()
         positions += length
-    assert 4 * HEADER == 44
+    assert 4 * HEADER == 52
 
 
 def test_a_record_has_a_storage_of_its_own():
@@ -127,9 +130,10 @@ def test_the_layout_stays_what_it_is():
         vocab_size=9,
         mass_threshold=0.25,
         truncated=True,
+        temperature=0.5,
     )
-    header, checksum = [0x54524C03, 18, 1, 2, 3, 9, 0, 1070596096], [453994349, 1085246977]
-    words = [1, 2, -1073741824, 1, 7, 2, -1090519040, -1077936128]
+    header, checksum = [0x54524C04, 20, 1, 2, 3, 9, 0, 1070596096], [2027915167, 1070638498]
+    words = [1, 0, 1071644672, 2, -1073741824, 1, 7, 2, -1090519040, -1077936128]
     (record,) = to_records(policy, [1])
     assert record.tolist() == [*header, *checksum, *words]
     assert checksum == splitmix_checksum([*header, 0, 0, *words])
@@ -194,7 +198,7 @@ def test_words_of_one_record_in_another_are_noticed():
     ("record", "says"),
     [
         (torch.zeros(40, dtype=torch.int32), "is not a record of old policies: its first word is 0"),
-        (torch.zeros(0, dtype=torch.int32), "is truncated: it has 0 words, and a header has 11"),
+        (torch.zeros(0, dtype=torch.int32), "is truncated: it has 0 words, and a header has 13"),
         (torch.zeros(40), "is not a record of old policies: expected 1-D torch.int32, got 1-D torch.float32"),
         (torch.zeros(4, 10, dtype=torch.int32), "is not a record .+, got 2-D torch.int32"),
         (torch.tensor(3, dtype=torch.int32), "is not a record .+, got 0-D torch.int32"),
@@ -208,7 +212,7 @@ def test_what_is_no_record_is_refused(record, says):
 def test_another_layout_is_refused():
     record = records()[0]
     record[0] += 1
-    with pytest.raises(CorruptPolicy, match="record 0 has layout 4, and this version of troll reads 3"):
+    with pytest.raises(CorruptPolicy, match="record 0 has layout 5, and this version of troll reads 4"):
         from_records([record])
 
 

@@ -299,7 +299,7 @@ def test_step_counts_new_policy_that_is_no_distribution_outside_kept_set(monkeyp
     monkeypatch.setenv("TROLL_KERNELS", kernels)
     step = troll.trust_region_step(troll.Logits(logits), old, entropy=True)
     for name, values in vars(step).items():
-        assert name == "projected" or values.isnan().tolist() == [False, True, False], name
+        assert name in ("projected", "scored") or values.isnan().tolist() == [False, True, False], name
     assert step_tally(step, torch.ones(3)).values()["nonfinite"] == 1
     (step.log_ratio + step.regression)[[0, 2]].sum().backward()
     assert logits.grad is not None and bool((logits.grad[1] == 0).all())

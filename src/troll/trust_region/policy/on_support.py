@@ -25,6 +25,7 @@ class PolicyOnSupport:
         tail_logit: (...), log-sum-exp of all other logits; −inf where there are none.
         vocab_size: V, the tokens in the vocabulary.
         tail_entropy: (...), the entropy of the distribution within the tail, in nats; None unless it was requested.
+        temperature: The sampling temperature of the source; None if it is not known.
     """
 
     token_ids: Tensor
@@ -32,6 +33,7 @@ class PolicyOnSupport:
     tail_logit: Tensor
     vocab_size: int
     tail_entropy: Tensor | None = None
+    temperature: float | None = None
 
     @property
     def shape(self) -> torch.Size:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.checks import shape_text
-from troll.trust_region.policy.sparse import SparsePolicy, check_alike
+from troll.trust_region.policy.sparse import SparsePolicy, check_alike, common_temperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,7 @@ class PackedPolicy:
         vocab_size: V of the captured source.
         mass_threshold: δ of the capture.
         truncated: Whether the slots are a sampler's kept set.
+        temperature: The sampling temperature of the capture; None if it is not known.
     """
 
     token_ids: Tensor
@@ -46,6 +47,7 @@ class PackedPolicy:
     vocab_size: int
     mass_threshold: float
     truncated: bool = False
+    temperature: float | None = None
 
     @classmethod
     def of(cls, policy: SparsePolicy) -> PackedPolicy:
@@ -63,6 +65,7 @@ class PackedPolicy:
             vocab_size=policy.vocab_size,
             mass_threshold=policy.mass_threshold,
             truncated=policy.truncated,
+            temperature=policy.temperature,
         )
 
     @property
@@ -104,6 +107,7 @@ class PackedPolicy:
             self.vocab_size,
             self.mass_threshold,
             self.truncated,
+            self.temperature,
         )
 
     def to(self, *args: Any, **kwargs: Any) -> PackedPolicy:
@@ -215,7 +219,14 @@ def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Ten
     }
     slots = {name: torch.cat([getattr(policy, name) for policy in policies]) for name in ("token_ids", "log_probs")}
     top_k = max(policy.top_k for policy in policies)
-    return dataclasses.replace(policies[0], **slots, **positions, top_k=top_k)  # type: ignore[arg-type]
+    temperature = common_temperature("policies", [policy.temperature for policy in policies])
+    return dataclasses.replace(
+        policies[0],
+        **slots,  # type: ignore[arg-type]
+        **positions,  # type: ignore[arg-type]
+        top_k=top_k,
+        temperature=temperature,
+    )
 
 
 def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:

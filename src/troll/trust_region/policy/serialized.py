@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from troll.trust_region.checks import shared
 from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.sparse import common_temperature
 
 #: The words of a record that come before its counts.
-HEADER = 11
+HEADER = 13
 
 # "TRL" and the number of the layout. Another layout, or another meaning of a word, takes another number.
-_MAGIC, _VERSION = 0x54524C00, 3
+_MAGIC, _VERSION = 0x54524C00, 4
 _CHECKSUM_AT = 8
 
 
@@ -27,10 +29,10 @@ class CorruptPolicy(ValueError):
 def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
     """Writes old policies as one tensor for each sequence, with a header and a checksum.
 
-    A record is 44 bytes, 12 for each position and 8 for each slot. In int32 words: format, words in all, positions,
-    slots, `top_k`, `vocab_size`, two of `mass_threshold`, two of the checksum, whether it is truncated; then the count,
-    the bits of the tail's log-probability and the sampled token's slot of each position, and the id and the bits of the
-    log-probability of each slot.
+    A record is 52 bytes, 12 for each position and 8 for each slot. In int32 words: format, words in all, positions,
+    slots, `top_k`, `vocab_size`, two of `mass_threshold`, two of the checksum, whether it is truncated, two of
+    `temperature` (NaN if it is not known); then the count, the bits of the tail's log-probability and the sampled
+    token's slot of each position, and the id and the bits of the log-probability of each slot.
 
     It waits for the device once. For a moment it holds a second copy of all records, and three int64 for each word.
 
@@ -62,8 +64,11 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
     if edges[-1] != policy.token_ids.numel():
         raise ValueError(f"policy has counts of {edges[-1]} slots in all, and {policy.token_ids.numel()} slots")
     slots = [end - start for start, end in pairwise(edges)]
-    threshold = struct.unpack("<2i", struct.pack("<d", policy.mass_threshold))
-    captured = [policy.top_k, policy.vocab_size, *threshold, 0, 0, int(policy.truncated)]
+    temperature = math.nan if policy.temperature is None else policy.temperature
+    threshold, temperature_words = (
+        struct.unpack("<2i", struct.pack("<d", x)) for x in (policy.mass_threshold, temperature)
+    )
+    captured = [policy.top_k, policy.vocab_size, *threshold, 0, 0, int(policy.truncated), *temperature_words]
     words = [HEADER + 3 * positions + 2 * used for positions, used in zip(sizes, slots, strict=True)]
     headers = [[_MAGIC | _VERSION, *own, *captured] for own in zip(words, sizes, slots, strict=True)]
     records = zip(
@@ -113,8 +118,9 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     known = torch.cat([headers, _checksums(flat, words)], dim=1).tolist()
     for index, (size, header) in enumerate(zip(words, known, strict=True)):
         _check_header(index, header[:HEADER], header[HEADER:], size)
-    thresholds = [struct.unpack("<d", struct.pack("<2i", *header[6:8]))[0] for header in known]
-    mass_threshold = shared("records", "mass_threshold", thresholds)
+    mass_threshold = shared("records", "mass_threshold", [_double(header[6:8]) for header in known])
+    temperatures = [_double(header[11:13]) for header in known]
+    temperature = common_temperature("records", [None if math.isnan(x) else x for x in temperatures])
     vocab_size = shared("records", "vocab_size", [header[5] for header in known])
     truncated = bool(shared("records", "truncated", [header[10] for header in known]))
     slots = [header[4] for header in known]
@@ -123,7 +129,14 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     parts = flat.split([size for header in known for size in (HEADER, *[header[2]] * 3, *[header[3]] * 2)])
     counts, tail_log_prob, slot, token_ids, log_probs = (torch.cat(parts[first::6]) for first in range(1, 6))
     log_probs, tail_log_prob = log_probs.view(torch.float32), tail_log_prob.view(torch.float32)
-    return PackedPolicy(token_ids, log_probs, counts, tail_log_prob, slot, top_k, vocab_size, mass_threshold, truncated)
+    return PackedPolicy(
+        token_ids, log_probs, counts, tail_log_prob, slot, top_k, vocab_size, mass_threshold, truncated, temperature
+    )
+
+
+def _double(words: Sequence[int]) -> float:
+    """The double of two int32 words."""
+    return struct.unpack("<d", struct.pack("<2i", *words))[0]
 
 
 def _check_form(index: int, record: Tensor) -> None:

@@ -29,6 +29,8 @@ class SparsePolicy:
         vocab_size: V of the captured source.
         mass_threshold: δ with which it was captured.
         truncated: Whether the slots are a sampler's kept set, outside of which nothing is compared.
+        temperature: The sampling temperature of the source that was captured; None if it is not known. A step at
+            another one is refused.
     """
 
     token_ids: Tensor
@@ -38,6 +40,7 @@ class SparsePolicy:
     vocab_size: int
     mass_threshold: float
     truncated: bool = False
+    temperature: float | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -101,6 +104,7 @@ class SparsePolicy:
         dims = len(policies[0].shape)
         if not -dims <= dim < dims:
             raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
+        temperature = common_temperature("policies", [policy.temperature for policy in policies])
         slots = max(policy.top_k for policy in policies)
         policies = [policy.widened(slots) for policy in policies]
         tensors: dict[str, Any] = {
@@ -108,12 +112,20 @@ class SparsePolicy:
             for name, value in vars(policies[0]).items()
             if isinstance(value, Tensor)
         }
-        return dataclasses.replace(policies[0], **tensors)
+        return dataclasses.replace(policies[0], temperature=temperature, **tensors)
 
     def check_positions(self, shape: Sequence[int]) -> None:
         """Raises ValueError unless the policy holds these token positions."""
         if tuple(self.shape) != tuple(shape):
             raise ValueError(f"old must hold the positions {shape_text(shape)}, got {shape_text(self.shape)}")
+
+    def check_temperature(self, temperature: float | None) -> None:
+        """Raises ValueError if a step's temperature is not that of the capture; None is not compared."""
+        if None not in (temperature, self.temperature) and temperature != self.temperature:
+            raise ValueError(
+                f"temperature must be that of the old policy's capture, {self.temperature}, got {temperature}: at "
+                "another one the policies differ before any update"
+            )
 
     def with_positions(self, index: Tensor, other: SparsePolicy) -> SparsePolicy:
         """Replaces the policies at the positions `index`, (n,), of (N,) by those of another capture, (n,)."""
@@ -155,6 +167,18 @@ def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
     captures = {name: [getattr(policy, name) for policy in policies] for name in names}
     for name, values in (captures | others).items():
         shared("policies", name, values)
+
+
+def common_temperature(owners: str, temperatures: Sequence[float | None]) -> float | None:
+    """The temperature of what was captured in several parts: None if it is not known of all.
+
+    Raises:
+        ValueError: If two of the owners were captured at different temperatures.
+    """
+    known = [temperature for temperature in temperatures if temperature is not None]
+    if known:
+        shared(owners, "temperature", known)
+    return known[0] if known and len(known) == len(temperatures) else None
 
 
 def check_capture(top_k: int, mass_threshold: float) -> None:

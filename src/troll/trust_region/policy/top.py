@@ -179,6 +179,7 @@ def capture_top(
     top_k: int = 64,
     mass_threshold: float = 1e-5,
     truncated: bool = False,
+    temperature: float | None = None,
 ) -> SparsePolicy:
     """Makes the old policy from an inference engine's largest log-probabilities, without gradient.
 
@@ -197,6 +198,7 @@ def capture_top(
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         truncated: Whether the sampler could draw only the entries with finite log-probabilities, because of top-p or
             similar settings. The policy is then on these, without a tail, and δ has no effect.
+        temperature: The engine's sampling temperature, which the step is compared with; None compares nothing.
 
     Raises:
         ValueError: If shapes or dtypes are wrong, ids are outside the vocabulary, a token occurs twice, parameters are
@@ -238,7 +240,7 @@ def capture_top(
     logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
     top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)
     policy = policy_from_top(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
-    return dataclasses.replace(policy, truncated=truncated)
+    return dataclasses.replace(policy, truncated=truncated, temperature=temperature)
 
 
 def _check_entries(

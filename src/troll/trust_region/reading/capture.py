@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def capture(
         ValueError: If a shape or dtype is wrong, an id is outside the vocabulary, a parameter is out of its range,
             slices of the vocabulary differ in size, or a policy that has been read lacks tokens that the sampler keeps.
     """
-    source = Logits(source) if isinstance(source, Tensor) else source
+    source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
     if truncation is None:
         return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
     return capture_kept(source, token_ids, top_k, truncation)[0]
@@ -133,6 +135,7 @@ def _captured(
     else:
         top, entropies = _top(source, sampled, top_k, entropy)
     old = policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
+    old = dataclasses.replace(old, temperature=None if source.temperature is None else float(source.temperature))
     return old, None if entropies is None else entropies.view(token_ids.shape)
 
 

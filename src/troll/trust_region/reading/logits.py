@@ -29,7 +29,8 @@ class Logits(LogitsSource):
 
     Attributes:
         logits: (..., V), aligned with the tokens; a process's slice (..., V/n) with `vocab_group`.
-        temperature: The sampling temperature; 1 if the logits are already divided by it.
+        temperature: The sampling temperature, by which the logits are divided here; None if they already are, as a
+            tensor's in place of a source: then a step's temperature is not compared with that of the capture.
         scale: The factor of the logits, above 0.
         softcap: The softcap of the scaled logits, above 0; None for none.
         rows: The rows of (L, V) logits to use as token positions, (N,) integers, without the copy that indexing would
@@ -49,7 +50,7 @@ class Logits(LogitsSource):
 
     tensor_names: ClassVar[tuple[str, ...]] = ("logits",)
     logits: Tensor
-    temperature: float = 1.0
+    temperature: float | None = 1.0
     scale: float = 1.0
     softcap: float | None = None
     rows: Tensor | None = None
@@ -60,7 +61,7 @@ class Logits(LogitsSource):
         self.check("logits", self.logits, "V")
         if not self.donate:
             return
-        if self.temperature != 1.0 or self.scale != 1.0 or self.softcap is not None:
+        if self.temperature not in (None, 1.0) or self.scale != 1.0 or self.softcap is not None:
             raise ValueError("donate=True takes logits as they are: temperature and scale 1, no softcap")
         if not is_whole(self.logits):
             raise ValueError("donate=True takes a whole tensor of logits, got a view of a part: the rest would be lost")

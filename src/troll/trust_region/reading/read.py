@@ -36,6 +36,7 @@ def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> P
         tail_logit.view(source.shape),
         source.vocabulary.size,
         None if tail_entropy is None else tail_entropy.view(source.shape),
+        source.temperature,
     )
 
 
@@ -53,7 +54,7 @@ def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSu
     Raises:
         ValueError: On shapes or dtypes that do not fit, or ids outside the vocabulary.
     """
-    source = Logits(source) if isinstance(source, Tensor) else source
+    source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
     check_integers("token_ids", token_ids)
     check_shape("token_ids", token_ids, (*source.shape, token_ids.shape[-1] if token_ids.dim() else "K"))
     if token_ids.device.type == "cpu":

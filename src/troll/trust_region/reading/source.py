@@ -24,7 +24,7 @@ class LogitsSource(ABC):
 
     tensor_names: ClassVar[tuple[str, ...]]
     """The fields that get gradients; the token positions are those of the first."""
-    temperature: float
+    temperature: float | None
     scale: float
     softcap: float | None
     rows: Tensor | None
@@ -75,7 +75,7 @@ class LogitsSource(ABC):
     @property
     def transform(self) -> Transform:
         """Maps the source's numbers to logits."""
-        return Transform(self.temperature, self.scale, self.softcap)
+        return Transform(1.0 if self.temperature is None else self.temperature, self.scale, self.softcap)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -1,1 +1,1 @@
-"""The Hydra group `troll`, for verl's command line: `hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp`."""
+"""The Hydra group `troll`, for verl's command line: `+troll=fsdp` or `+troll=megatron`."""

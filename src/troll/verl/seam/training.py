@@ -10,6 +10,7 @@ from troll.verl.seam import check, lacking
 
 try:
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+    from verl.utils.config import validate_config
     from verl.utils.torch_functional import masked_mean
     from verl.utils.ulysses import get_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
     from verl.workers.config import FSDPActorConfig, McoreActorConfig, PolicyLossConfig
@@ -54,6 +55,7 @@ NEEDED: tuple[Needed, ...] = (
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),
     Needed(register_policy_loss, None, "the loss", ("name",)),
     Needed(no_padding_2_padding, None, "the loss"),
+    Needed(validate_config, None, "a configuration that only seems to select TROLL", ("config",)),
 )
 
 if MegatronEngine is not None:

@@ -1,0 +1,58 @@
+"""Finds a model's dropout: noise that makes the new policy differ from the old one before any update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from torch import nn
+
+#: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
+#: attention kernel, or a draw that skips a whole layer), instead of a layer of torch.
+FUNCTIONAL_RATES = frozenset(
+    {
+        "activation_dropout",
+        "attention_dropout",
+        "attn_dropout",
+        "attn_dropout_p",
+        "attn_pdrop",
+        "drop_prob",
+        "dropout",
+        "dropout_p",
+        "dropout_positions",
+        "dropout_prob",
+        "dropout_rate",
+        "embedding_dropout",
+        "emb_pdrop",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "layerdrop",
+        "resid_pdrop",
+        "residual_dropout",
+    }
+)
+
+
+def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
+    for module in model.modules():
+        is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
+        for name in ("p",) if is_layer else FUNCTIONAL_RATES & vars(module).keys():
+            rate = getattr(module, name)
+            if isinstance(rate, float) and rate > 0:
+                yield module, name
+
+
+def warn_about_dropout(model: nn.Module) -> None:
+    """Warns of dropout that acts in the next forward pass; Python shows the warning once for each line of a caller."""
+    if not model.training:
+        return
+    for module, name in dropout_rates(model):
+        if module.training:
+            warnings.warn(
+                f"the model is in training mode and has dropout ({name}={getattr(module, name)} of "
+                f"{type(module).__name__}): its policy differs between capture and step by that noise, which the trust "
+                "region projects. Set its rates to 0, or call model.eval()",
+                stacklevel=3,
+            )
+            return
