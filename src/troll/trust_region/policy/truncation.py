@@ -33,10 +33,10 @@ class Truncation:
 
     The order matters only for top-p, whose mass is a share of what the settings before it keep.
 
-    Logits in bf16 have many *ties*, tokens with equal probabilities. Where an edge runs through a tie, `ties` says which
-    of the tokens are kept. Their number and mass are then always the sampler's. Which ones they are is not: an unstable
-    sort, such as torch's on a CPU, may keep others. `restrict` exchanges one of them for the sampled token, so that its
-    probability is right in any case.
+    Logits in bf16 have many *ties*, tokens with equal probabilities. `ties` says which of them are kept where an edge
+    runs through a tie. Their number and their mass are always the sampler's. Which ones they are may differ, since an
+    unstable sort, such as torch's on a CPU, puts ties in any order. `restrict` therefore exchanges one of them for the
+    sampled token, whose probability is then right in any case.
 
     Args:
         top_k: Keeps the k most likely tokens; 0 keeps all.
