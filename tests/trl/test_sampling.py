@@ -16,6 +16,7 @@ from tests.trl.engine import Engine, take_the_place_of_vllm
 from troll.trl import TrollConfig, complete, sampling
 from troll.trl.eval_metrics import sampling_temperature
 from troll.trl.old_policy import OLD_POLICY
+from troll.trust_region.policy.packed import PackedPolicy
 
 SIZE = len(tiny.VOCABULARY)
 #: The whole policy, so that it can be compared.
@@ -204,6 +205,26 @@ def test_every_way_to_generate_draws_from_the_old_policy(make, door):
     assert_drawn_from_old_policy(make(model=model_with(file), **WHOLE, **settings))
 
 
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_continuous_batching_draws_from_the_old_policy(make, top_p):
+    """Which reads no file. It mixes the rows of a call, so every old policy must be one of what was drawn from."""
+    file = {"min_p": 0.3, "top_p": 0.2, "typical_p": 0.5}
+    trainer = make(model=model_with(file), use_transformers_continuous_batching=True, top_k=None, top_p=top_p, **WHOLE)
+    trainer.continuous_batching_config.num_blocks = 16  # of its cache, which it makes as large as the memory allows
+    trainer.continuous_batching_config.max_batch_tokens = 64
+    recorder = Recorder()
+    recorder.watch(trainer.model)
+    rolled_out = tiny.rolled_out(trainer)
+    drawn = torch.cat([step for call in recorder.calls for step in call]).exp()
+    scored = rolled_out["completion_mask"].bool()
+    old = PackedPolicy.stack(rolled_out[OLD_POLICY]).unpack()[scored]
+    whole = torch.zeros(len(old.slot), SIZE + 1)
+    whole.scatter_(-1, old.token_ids.where(old.used, SIZE), old.log_probs.exp())
+    apart = (whole[:, None, :SIZE] - drawn).abs().amax(-1).amin(-1)
+    assert float(apart.max()) <= within(1e-5)
+    assert bool((old.used.sum(-1) < SIZE).all()) == (top_p is not None)
+
+
 @pytest.mark.parametrize(("asked", "kept"), [(None, 50), (0, 100), (5, 5)])
 def test_top_k_none_is_what_transformers_makes_of_it(make, asked, kept):
     """A vocabulary of more than its default of 50."""
@@ -259,16 +280,15 @@ def test_clip_samples_and_learns_as_grpo(make, settings):
 
 
 def test_evaluation_samples_without_what_the_file_sets(make):
-    trainer = make(model=model_with(FILE_OF_TRL | {"penalty_alpha": 0.6}), eval_temperature=0.5, top_k=3)
+    file = {"no_repeat_ngram_size": 1, "typical_p": 0.3, "penalty_alpha": 0.6}
+    trainer = make(model=model_with(file), eval_temperature=0.5, top_k=3)
     recorder = Recorder()
     recorder.watch(trainer.model)
     for temperature, kept in ((0.5, 3), (0.0, SIZE)):
         recorder.calls.clear()
         with sampling_temperature(trainer, temperature):
             trainer._generate_single_turn([[1, 5, 9]], None, {}, 1)
-        assert all(int((row > -torch.inf).sum()) <= kept for row in recorder.rows()[0])
-        if not temperature:
-            assert all(bool((row > -torch.inf).all()) for row in recorder.rows()[0])
+        assert {int((row > -torch.inf).sum()) for row in recorder.rows()[0]} == {kept}
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
@@ -296,7 +316,7 @@ def test_vllm_gets_every_setting_that_the_model_s_file_could_fill_in(make, monke
 
 
 def test_vllm_s_least_temperature_is_named(tmp_path):
-    with pytest.raises(ValueError, match="temperature must be at least 0.01 with vLLM, .* got 0.001"):
+    with pytest.raises(ValueError, match=r"temperature must be at least 0.01 with vLLM, .* got 0.001"):
         TrollConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, temperature=0.001)
 
 

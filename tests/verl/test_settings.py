@@ -141,6 +141,7 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
     (*REPORTED, f"{ROLLOUT}.top_p=0.9", *policy_loss("tail=floor")): "tail=bucket",
     (*REPORTED, f"{ROLLOUT}.top_k=20", *policy_loss("tail=floor")): "tail=bucket",
+    (f"{ROLLOUT}.repetition_penalty=1.05",): r"set actor_rollout_ref\.rollout\.repetition_penalty=1\.0",
     (f"{ROLLOUT}.top_p=0.9", "algorithm.use_kl_in_reward=true"): r"actor\.use_kl_loss=True instead",
     (
         ADAPTIVE,

@@ -117,6 +117,10 @@ class TrollConfig(GRPOConfig):
     `epsilon` and `epsilon_high` (except "cispo", which uses the latter) and refuses `delta` and the loss type "luspo".
     The loss types "cispo", "sapo" and "vespo" are surrogates.
 
+    The old policy follows `temperature`, `top_k`, `top_p` and `min_p`, which may also be in `generation_kwargs`. Other
+    settings that change what the sampler draws from are refused. See docs/trl.md for those in the model's files, and
+    for None.
+
     Args:
         updates_per_rollout: Optimiser updates made with each rollout. It sets TRL's `steps_per_generation` to
             `updates_per_rollout * gradient_accumulation_steps / num_iterations`. Default: 8, unless

@@ -74,6 +74,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     rollout_log_probs: bool = True
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
+    rollout_repetition_penalty: float = 1.0
     rollout_name: str | None = None
     rollout_is_disaggregated: bool = False
     rollout_logprobs_mode: str = "processed_logprobs"
@@ -110,6 +111,12 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             raise ValueError(
                 "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
                 f"log-probabilities are those on the kept tokens: set {_ACTOR}.use_kl_loss=True instead"
+            )
+        if self.rollout_repetition_penalty != 1:
+            raise ValueError(
+                "the old policy cannot follow a penalty of the sampler's: set "
+                "actor_rollout_ref.rollout.repetition_penalty=1.0, or leave it out, got "
+                f"{self.rollout_repetition_penalty}"
             )
         self._check_trainer()
         if self.anchor == "rollout":
