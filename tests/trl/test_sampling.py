@@ -246,9 +246,10 @@ def test_configuration_says_what_the_sampler_does(make):
 
 
 def test_file_that_does_not_go_with_the_configuration_is_named(make):
-    with pytest.raises(ValueError, match=r"min_p=0.3, from the model's generation_config.json, and tail='floor'"):
-        make(model=model_with({"min_p": 0.3}), tail="floor")
-    make(model=model_with({"min_p": 0.3}), tail="floor", min_p=0.0)
+    settings = {"kl_in_reward": True, "beta": 0.1, "advantage_estimator": "rloo"}
+    with pytest.raises(ValueError, match=r"min_p=0.3, from the model's generation_config.json, and kl_in_reward"):
+        make(model=model_with({"min_p": 0.3}), **settings)
+    assert make(model=model_with({"min_p": 0.3}), min_p=0.0, **settings).args.truncation is None
 
 
 def test_temperature_has_one_value_everywhere(make):

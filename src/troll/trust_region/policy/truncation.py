@@ -130,14 +130,14 @@ class Truncation:
             The policy, (...); and where the sampled token was added, (...) bool.
         """
         kept = self.kept(policy)
-        slots = torch.arange(policy.top_k, device=kept.device)
-        sampled = slots == policy.slot.unsqueeze(-1)
+        place = torch.arange(policy.top_k, device=kept.device)
+        sampled = place == policy.slot.unsqueeze(-1)
         tied = self._at_edge(policy, kept)
         exchanged = (sampled & tied & ~kept).any(-1, keepdim=True)
         # The one that the rule keeps last.
         last = (tied & kept).to(torch.uint8)
         last = last.argmax(-1, keepdim=True) if self.ties == "all" else last.cumsum(-1).argmax(-1, keepdim=True)
-        kept = kept & ~(exchanged & (slots == last))
+        kept = kept & ~(exchanged & (place == last))
         added, kept = (sampled & ~kept).any(-1) & ~exchanged.squeeze(-1), kept | sampled
         order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
         token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
