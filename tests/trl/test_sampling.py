@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LogitsProcessor
 from trl import GRPOTrainer
 
 from tests.tolerance import within
@@ -245,11 +245,13 @@ def test_configuration_says_what_the_sampler_does(make):
     assert make(top_p=0.9).args.min_p is None
 
 
-def test_file_that_does_not_go_with_the_configuration_is_named(make):
+def test_file_that_does_not_go_with_the_configuration_is_named(make, tmp_path):
+    model_with({"do_sample": True, "min_p": 0.3}).save_pretrained(tmp_path / "model")
     settings = {"kl_in_reward": True, "beta": 0.1, "advantage_estimator": "rloo"}
     with pytest.raises(ValueError, match=r"min_p=0.3, from the model's generation_config.json, and kl_in_reward"):
-        make(model=model_with({"min_p": 0.3}), **settings)
-    assert make(model=model_with({"min_p": 0.3}), min_p=0.0, **settings).args.truncation is None
+        make(model=AutoModelForCausalLM.from_pretrained(tmp_path / "model"), **settings)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert make(model=model, min_p=0.0, **settings).args.truncation is None
 
 
 def test_temperature_has_one_value_everywhere(make):

@@ -64,7 +64,7 @@ def settled(scores: list[int], *settings: Any, ties: str = "all") -> list[int]:
     top_k, top_p, min_p, min_p_first = settings
     logits = np.array(scores) / 4
     sets = [
-        reference.kept_set(logits, top_k, min(1.0, top_p + shift), max(0.0, min_p + shift), min_p_first, ties)
+        reference.kept_set(logits, top_k, min(1.0, top_p + shift), min(1.0, max(0.0, min_p + shift)), min_p_first, ties)
         for shift in (-1e-9, 0.0, 1e-9)
     ]
     assume(sets[0] == sets[1] == sets[2])
