@@ -86,7 +86,6 @@ def _run(shape: str, completion: int, rows: int, changes: Sequence[str]) -> dict
             "model_name_or_path": f"{folder}/model",
             "output_dir": f"{folder}/run",
             "max_completion_length": str(completion),
-            "generation_kwargs": f'{{"min_new_tokens": {completion}}}',
             "per_device_train_batch_size": str(rows),
         }
         options = [text for name, value in settings.items() for text in (f"--{name}", value)]

@@ -259,7 +259,6 @@ def test_whole_run_takes_what_was_planned(fields, tmp_path, monkeypatch):
         "output_dir": tmp_path / "run",
         "max_steps": 4,  # two rollouts: in the first, the optimiser has no state yet
         "updates_per_rollout": 2,
-        "generation_kwargs": '{"min_new_tokens": 96}',
         "per_device_train_batch_size": 16,
         "max_completion_length": 96,
         "eval_strategy": "no",

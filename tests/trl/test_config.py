@@ -140,7 +140,12 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
         (own("kl_penalty", target=0.01) | ONE_PASS_IN_TWO, "steps=2 does not divide the 3 passes of a rollout. Set up"),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
         (
-            {"eval_temperature": 0.5, "use_vllm": True, "generation_kwargs": {"temperature": 2.0}},
+            {
+                "eval_temperature": 0.5,
+                "use_vllm": True,
+                "generation_kwargs": {"temperature": 2.0},
+                "surrogate": "clip",
+            },
             "the temperature of generation_kwargs would replace eval_temperature in vLLM",
         ),
         (

@@ -85,19 +85,31 @@ def slots(logits: Array, token: int, top_k: int, mass_threshold: float) -> list[
 
 
 def kept_set(
-    logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, min_p_first: bool = False
+    logits: Array,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    min_p_first: bool = False,
+    ties: str = "all",
 ) -> list[int]:
-    """What a sampler with these settings may draw: by top-k, then top-p; by min-p first or last; in `slots`' order."""
+    """What a sampler with these settings may draw: by top-k, then top-p; by min-p first or last; in `slots`' order.
+
+    With `ties` "all", top-k keeps all tokens as likely as the k-th, and top-p removes the smaller ids of a tie first.
+    With "exact", top-k keeps k tokens, and both remove the larger ids first.
+    """
     probs = np.exp(log_softmax(logits))
-    kept = sorted(range(len(probs)), key=lambda v: (-logits[v], v))
+    smaller_ids_stay = ties == "exact"
+    kept = sorted(range(len(probs)), key=lambda v: (-logits[v], v if smaller_ids_stay else -v))
     if min_p_first:
         kept = [v for v in kept if probs[v] >= min_p * probs[kept[0]]]
     if top_k:
-        kept = [v for v in kept if probs[v] >= probs[kept[min(top_k, len(kept)) - 1]]]
+        last = logits[kept[min(top_k, len(kept)) - 1]]
+        kept = kept[:top_k] if smaller_ids_stay else [v for v in kept if logits[v] >= last]
     if top_p < 1:
         mass = math.fsum(probs[kept])
         kept = [v for i, v in enumerate(kept) if i == 0 or math.fsum(probs[kept[i:]]) > (1 - top_p) * mass]
-    return [v for v in kept if probs[v] >= min_p * probs[kept[0]]]
+    kept = [v for v in kept if probs[v] >= min_p * probs[kept[0]]]
+    return sorted(kept, key=lambda v: (-logits[v], v))
 
 
 @dataclass

@@ -91,7 +91,8 @@ def test_the_command_line_sets_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "kept"), [("top_p=0.9", Truncation(top_p=0.9)), ("top_k=20", Truncation(top_k=20))]
+    ("setting", "kept"),
+    [("top_p=0.9", Truncation(top_p=0.9, ties="exact")), ("top_k=20", Truncation(top_k=20, ties="exact"))],
 )
 def test_a_truncated_rollout_can_be_the_anchor(setting: str, kept: Truncation) -> None:
     assert actor(*REPORTED, f"{ROLLOUT}.{setting}").policy_loss.truncation == kept

@@ -22,23 +22,6 @@ from troll.trust_region.policy.top import capture_top
 #: The keys that a rollout function returns next to TRL's, in the format of `VLLMGeneration.generate`.
 TOP_LOG_PROBS, TOP_TOKEN_IDS = "top_logprobs", "top_logprob_token_ids"
 
-#: Settings of vLLM's sampling that change the distribution, and the values with which they do not.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0, None),
-    "top_k": (0, -1, None),
-    "min_p": (0.0, None),
-    "repetition_penalty": (1.0, None),
-    "presence_penalty": (0.0, None),
-    "frequency_penalty": (0.0, None),
-    "min_tokens": (0, None),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "logits_processors": (None, []),
-    "structured_outputs": (None,),
-    "vllm_structured_outputs_regex": (None,),
-}
-
 #: The number that vLLM's server writes for minus infinity, which JSON lacks.
 IMPOSSIBLE = -9999.0
 
@@ -296,27 +279,19 @@ def check_rollout_source(args: TrollConfig, *, has_rollout_func: bool, has_tools
 
 
 def check_sampling(args: TrollConfig) -> None:
-    """Raises ValueError unless tokens are sampled from the policy at its temperature, or from its kept set.
+    """Raises ValueError unless the engine's log-probs are those of the policy at its temperature, or of its kept set.
 
-    The engine's log-probs are those of the distribution from which it samples, after truncation and penalties, so the
-    trust region would be around that distribution. This is supported on a kept set only: see `truncated_ratio`.
+    They are those of the distribution from which it samples, so the trust region would be around a truncated one, which
+    is supported on a kept set only: see `truncated_ratio`.
     """
-    options: dict[str, Any] = dict(args.generation_kwargs or {})  # type: ignore[arg-type]
-    settings = {name: getattr(args, name) for name in NEUTRAL if hasattr(args, name)} | options
-    for name, value in settings.items():
-        if args.truncation is not None and name in ("top_k", "top_p", "min_p"):
-            continue  # the trust region is on the kept set
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(args, name)
+        if args.truncation is None and value not in (neutral, None) and (name, value) != ("top_k", -1):
             raise ValueError(
                 f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} changes the '
-                f"distribution: set {name}={NEUTRAL[name][0]!r}"
+                f"distribution: set {name}={neutral!r}"
             )
-    if options.get("temperature", args.temperature) != args.temperature:
-        raise ValueError(
-            f'anchor="rollout" needs one temperature, got {args.temperature} and {options["temperature"]} in '
-            "generation_kwargs: set temperature only"
-        )
-    if "logprobs" in options:
+    if "logprobs" in (args.generation_kwargs or {}):
         raise ValueError('anchor="rollout" sets logprobs to support_top_k itself: leave it out of generation_kwargs')
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from trl import GRPOConfig
 from troll.terminal import described
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.own_settings import RANGES, number, parse
+from troll.trl.sampling import POLICY, refuse_other_distributions
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
@@ -35,6 +37,9 @@ LOSS_TYPES = (*AGGREGATION, "dapo")
 CLIP_LOSS_TYPES = ("luspo",)
 #: The largest ratio of "cispo" if `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
 CISPO_LARGEST_RATIO = 5.0
+
+#: The lowest temperature at which vLLM samples; below it, it takes this one.
+VLLM_LEAST_TEMPERATURE = 0.01
 
 #: The default number of updates per rollout.
 UPDATES_PER_ROLLOUT = 8
@@ -126,6 +131,10 @@ class TrollConfig(GRPOConfig):
     of one (`updates_per_rollout`). And TRL's clip is on only with `surrogate` "clip": any other surrogate sets
     `epsilon` and `epsilon_high` to None (except "cispo", which uses the latter) and refuses `delta` and the loss type
     "luspo". The loss types "cispo", "sapo" and "vespo" are surrogates.
+
+    The old policy follows `temperature`, `top_k`, `top_p` and `min_p`, which may also be in `generation_kwargs`. Other
+    settings that change what the sampler draws from are refused. See docs/trl.md for those in the model's files, and
+    for None.
 
     Args:
         updates_per_rollout: Optimiser updates made with each rollout. It sets TRL's `steps_per_generation` to
@@ -443,6 +452,8 @@ class TrollConfig(GRPOConfig):
         }
         for name, known in choices.items():
             check_choice(name, getattr(self, name), known)
+        if not self.samples_as_trl:
+            self._settle_sampling()
         unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].fields)
         for takes, names in NUMBERS.items():
             for name in names:
@@ -474,6 +485,38 @@ class TrollConfig(GRPOConfig):
                 "clip and cap of surrogate 'kl_penalty' limit the ratios of single tokens: set "
                 f"importance_sampling_level='token', got {self.importance_sampling_level!r}, or leave them out"
             )
+
+    def _settle_sampling(self) -> None:
+        """Moves what becomes part of the old policy from `generation_kwargs` to the fields, and refuses the rest."""
+        more: dict[str, Any] = dict(self.generation_kwargs or {})  # type: ignore[arg-type]  # was parsed
+        for name in POLICY:
+            setattr(self, name, more.pop(name, getattr(self, name)))
+        self.generation_kwargs = more or None
+        asked = {name: getattr(self, name) for name in ("repetition_penalty", "vllm_structured_outputs_regex")} | more
+        asked.pop("suppress_tokens", None)  # a vision-language model may have to: the trainer knows
+        refuse_other_distributions(asked)
+        if self.temperature is None:
+            raise ValueError("temperature must be a number, since the old policy is the one at this temperature")
+        if self.use_vllm and self.temperature < VLLM_LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be at least {VLLM_LEAST_TEMPERATURE} with vLLM, which samples at no lower one, got "
+                f"{self.temperature}"
+            )
+
+    def with_sampling(self, unset: dict[str, Any]) -> TrollConfig:
+        """The configuration with these values for the settings of the sampler that are None; itself if none changes.
+
+        Raises:
+            ValueError: If they do not go with the other settings.
+        """
+        changes = {k: v for k, v in unset.items() if getattr(self, k) is None and v is not None}
+        if not changes:
+            return self
+        changed = copy.copy(self)
+        vars(changed).update(changes)
+        changed._check_reward()
+        changed._check_generation()
+        return changed
 
     def _check_penalty_target(self) -> None:
         """Refuses a target if no update measures how far a whole rollout has moved the policy."""
@@ -518,20 +561,28 @@ class TrollConfig(GRPOConfig):
         return SURROGATES[self.surrogate].reads_policies(self.own_settings) or self.truncation is not None
 
     @property
+    def samples_as_trl(self) -> bool:
+        """Whether sampling is left as TRL has it: with its clip and its ratio, which are not about the sampler."""
+        return SURROGATES[self.surrogate].clips and self.anchor == "old" and not self.truncated_ratio
+
+    @property
     def truncation(self) -> Truncation | None:
-        """The sampler's truncation; None if there is none, or if ratios are of the whole policies."""
+        """The sampler's truncation; None if there is none, or if ratios are of the whole policies.
+
+        Settings that are None count as keeping all tokens. The trainer replaces them by what the sampler does.
+        """
         wanted = self.truncated_ratio
         if wanted is None:
             wanted = SURROGATES[self.surrogate].reads_policies(self.own_settings)
-        settings = vars(self) | dict(self.generation_kwargs or {})  # type: ignore[arg-type]  # was parsed
-        top_k, top_p, min_p = (settings[name] for name in ("top_k", "top_p", "min_p"))
         kept = Truncation(
-            top_k=0 if top_k in (None, -1) else top_k,
-            top_p=1.0 if top_p is None else top_p,
-            min_p=0.0 if min_p is None else min_p,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=0.0 if self.min_p is None else self.min_p,
             min_p_first=self.use_vllm,
+            # vLLM's kernels on a GPU keep exactly k tokens.
+            ties="exact" if self.use_vllm and torch.cuda.is_available() else "all",
         )
-        return kept if wanted and kept != Truncation(min_p_first=self.use_vllm) else None
+        return kept if wanted and not kept.keeps_all else None
 
     @property
     def penalty_weight(self) -> float:

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.policies import read_tokens, scatter
 from troll.huggingface.token_ids import without_embedding
-from troll.trl import checks, seam
+from troll.trl import checks, sampling, seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.advantages.token_rewards import Judged
 from troll.trl.anchor import RolloutAnchor
@@ -84,6 +84,7 @@ class TrollTrainer(GRPOTrainer):
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        args = self.args = sampling.settle(self)
         checks.refuse_columns(self)
         head = self.model.get_output_embeddings()
         if hasattr(head, "token_adapter"):  # of trainable_token_indices; TRL asks for a bias, which PEFT leaves out

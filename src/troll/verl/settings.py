@@ -118,8 +118,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     @property
     def truncation(self) -> Truncation | None:
         """The rollout's truncation of the policy; None if there is none."""
-        kept = Truncation(max(self.rollout_top_k, 0), self.rollout_top_p)
-        return None if kept == Truncation() else kept
+        # As vLLM's kernels on a GPU have it, where verl runs it.
+        kept = Truncation(max(self.rollout_top_k, 0), self.rollout_top_p, ties="exact")
+        return None if kept.keeps_all else kept
 
     def _check_sampling(self) -> None:
         """Refuses settings with which the rollout would draw from another policy than the old one."""

@@ -157,7 +157,7 @@ def reporting(server_class: type) -> type:
                 vocab_size=self._vocab_size(),
                 top_k=settings["top_k"],
                 mass_threshold=settings["mass_threshold"],
-                truncated=as_trained and Truncation(max(self.config.top_k, 0), self.config.top_p) != Truncation(),
+                truncated=as_trained and not Truncation(max(self.config.top_k, 0), self.config.top_p).keeps_all,
             )
             return output
 

@@ -1,14 +1,16 @@
 """Policies of truncated sampling: kept sets, and everything that is computed on them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import logits_process
 
 import troll
 from tests.tolerance import within
@@ -17,6 +19,7 @@ from tests.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.metrics import step_tally
 from troll.trust_region.policy.serialized import from_records, to_records
+from troll.trust_region.reading.capture import capture_kept
 from troll.trust_region.step import PULLS, common_outcomes
 
 SIZE = 40
@@ -26,6 +29,7 @@ TRUNCATIONS = [
     Truncation(min_p=0.1),
     Truncation(top_k=7, top_p=0.9, min_p=0.05),
     Truncation(top_p=0.9, min_p=0.1, min_p_first=True),
+    Truncation(top_k=7, top_p=0.9, min_p=0.05, min_p_first=True, ties="exact"),
     Truncation(top_k=1),
     Truncation(),
 ]
@@ -47,20 +51,28 @@ def captured(logits: torch.Tensor, truncation: Truncation, **more: Any) -> Spars
     return troll.capture(logits, sampled_from(logits, truncation), top_k=SIZE, truncation=truncation, **more)
 
 
-@given(
-    st.lists(st.integers(-128, 128), min_size=2, max_size=12, unique=True),
-    st.integers(0, 12),
-    st.floats(0.05, 1),
-    st.floats(0, 1),
-    st.booleans(),
+#: Scores of up to 24 tokens: few different ones make ties, more make none.
+SCORES = st.lists(st.integers(-6, 6), min_size=2, max_size=24) | st.lists(
+    st.integers(-128, 128), min_size=2, max_size=12, unique=True
 )
-def test_truncation_keeps_what_transformers_or_vllm_keeps(sixteenths, top_k, top_p, min_p, min_p_first):
-    logits = torch.tensor([sixteenths], dtype=torch.float64) / 16
+SETTINGS: tuple[Any, ...] = (st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 1), st.booleans())
+TIES = ("all", "exact")
+
+
+def settled(scores: list[int], *settings: Any, ties: str = "all") -> list[int]:
+    """The reference's kept set of scores in quarters; the example is thrown away if rounding decides."""
+    top_k, top_p, min_p, min_p_first = settings
+    logits = np.array(scores) / 4
     sets = [
-        reference.kept_set(logits[0].numpy(), top_k, min(1.0, top_p + shift), max(0.0, min_p + shift), min_p_first)
+        reference.kept_set(logits, top_k, min(1.0, top_p + shift), min(1.0, max(0.0, min_p + shift)), min_p_first, ties)
         for shift in (-1e-9, 0.0, 1e-9)
     ]
-    assume(sets[0] == sets[1] == sets[2])  # rounding does not decide
+    assume(sets[0] == sets[1] == sets[2])
+    return sets[1]
+
+
+def warped(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, min_p_first: bool) -> torch.Tensor:
+    """The scores of transformers' own processors; min-p first is vLLM's order."""
     scores = logits
     for wanted, warper, value in (
         (min_p_first and min_p > 0, MinPLogitsWarper, min_p),
@@ -69,10 +81,87 @@ def test_truncation_keeps_what_transformers_or_vllm_keeps(sixteenths, top_k, top
         (min_p > 0, MinPLogitsWarper, min_p),
     ):
         scores = warper(value)(None, scores) if wanted else scores  # type: ignore[arg-type]
-    policy = troll.capture(logits, logits.argmax(-1), top_k=len(sixteenths), mass_threshold=0)
+    return scores
+
+
+@pytest.fixture
+def stable_sort(monkeypatch):
+    """torch's sort on a GPU, of a whole vocabulary. That on a CPU puts ties in any order."""
+    monkeypatch.setattr(logits_process.torch, "sort", functools.partial(torch.sort, stable=True))
+
+
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SCORES, *SETTINGS)
+def test_truncation_keeps_what_transformers_keeps(stable_sort, scores, top_k, top_p, min_p, min_p_first):
+    expected = settled(scores, top_k, top_p, min_p, min_p_first)
+    logits = torch.tensor([scores], dtype=torch.float64) / 4
+    processed = warped(logits, top_k, top_p, min_p, min_p_first)
+    policy = troll.capture(logits, logits.argmax(-1), top_k=len(scores), mass_threshold=0)
     kept = policy.token_ids[Truncation(top_k, top_p, min_p, min_p_first).kept(policy)].tolist()
-    assert kept == sets[1]
-    assert sorted(kept) == (scores[0] > -torch.inf).nonzero().flatten().tolist()
+    assert kept == expected
+    assert sorted(kept) == (processed[0] > -torch.inf).nonzero().flatten().tolist()
+
+
+@settings(deadline=None, derandomize=True)
+@given(SCORES, *SETTINGS, st.integers(0, 2**31), st.integers(1, 24))
+def test_captured_token_has_the_probability_that_transformers_drew_it_with(
+    scores, top_k, top_p, min_p, min_p_first, seed, slots
+):
+    """Whichever tokens of a tie an unstable sort keeps, and wherever the slots of the capture end."""
+    settled(scores, top_k, top_p, min_p, min_p_first)
+    logits = torch.tensor([scores], dtype=torch.float64) / 4
+    processed = warped(logits, top_k, top_p, min_p, min_p_first).log_softmax(-1)
+    token = torch.multinomial(processed.exp(), 1, generator=torch.Generator().manual_seed(seed)).squeeze(-1)
+    truncation = Truncation(top_k, top_p, min_p, min_p_first)
+    policy, added = capture_kept(troll.Logits(logits), token, slots, truncation)
+    assert not added.any()
+    own = processed[0][processed[0] > -torch.inf].sort(descending=True).values
+    torch.testing.assert_close(policy.log_prob, processed[0, token], rtol=0, atol=1e-12)
+    torch.testing.assert_close(policy.log_probs[0, policy.used[0]], own, rtol=0, atol=1e-12)
+
+
+@settings(deadline=None, derandomize=True)
+@given(SCORES, *SETTINGS, st.sampled_from(TIES), st.data(), st.integers(1, 24))
+def test_capture_takes_any_token_of_a_tie_and_keeps_as_many(
+    scores, top_k, top_p, min_p, min_p_first, ties, data, slots
+):
+    expected = settled(scores, top_k, top_p, min_p, min_p_first, ties=ties)
+    edge = min(scores[token] for token in expected)
+    token = data.draw(st.sampled_from([token for token, score in enumerate(scores) if score >= edge]))
+    logits = torch.tensor([scores], dtype=torch.float64) / 4
+    truncation = Truncation(top_k, top_p, min_p, min_p_first, ties)
+    policy, added = capture_kept(troll.Logits(logits), torch.tensor([token]), slots, truncation)
+    found = policy.token_ids[0, policy.used[0]].tolist()
+    assert not added.any() and found[int(policy.slot)] == token
+    assert [scores[each] for each in found] == [scores[each] for each in expected]
+    if token in expected:
+        assert found == expected
+    else:  # it takes the place of one that is as likely
+        assert len(set(found) - set(expected)) == 1
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        (Truncation(top_p=0.5), [0, 4]),
+        (Truncation(top_p=0.5, ties="exact"), [0, 1]),
+        (Truncation(top_k=2), [0, 1, 2, 3, 4]),
+        (Truncation(top_k=2, ties="exact"), [0, 1]),
+        (Truncation(top_k=3, top_p=0.6, ties="exact"), [0, 1]),
+        (Truncation(min_p=0.3), [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6])
+def test_edge_within_a_tie_is_that_of_the_sampler(truncation, kept, slots):
+    logits = torch.tensor([[0.397, 0.146, 0.146, 0.146, 0.146, 0.02]]).log()
+    found = troll.capture(logits, torch.tensor([0]), top_k=slots, truncation=truncation)
+    assert found.token_ids[found.used].tolist() == kept
+    for token in range(1, 5):
+        mass = 0.397 + (len(kept) - 1) * 0.146
+        found, added = capture_kept(troll.Logits(logits), torch.tensor([token]), slots, truncation)
+        assert int(found.used.sum()) == len(kept) and not added.any()
+        assert float(found.log_prob.exp()) == pytest.approx(0.146 / mass, rel=1e-6)
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
@@ -335,6 +424,8 @@ def test_truncation_refuses_settings_outside_their_ranges(setting, value):
     with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
         Truncation(**{setting: value})
     Truncation(top_p=1.0, min_p=1.0)
+    with pytest.raises(ValueError, match="ties must be one of all, exact, got 'some'"):
+        Truncation(ties="some")  # type: ignore[arg-type]
 
 
 def test_project_compares_nothing_outside_a_kept_set() -> None:

@@ -17,6 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
 from trl.trainer import utils
@@ -317,6 +319,26 @@ def start_table(trainer: Any) -> None:
     """Gives a trainer its own empty table of completions."""
     logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
     trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
+
+
+def generation_defaults() -> dict[str, Any]:
+    """What transformers' `generate` takes for settings that nobody sets."""
+    return GenerationConfig._get_default_generation_params()
+
+
+def score_processors(model: Any, config: GenerationConfig) -> set[str]:
+    """The names of the classes with which a model's `generate` would change the scores of tokens.
+
+    Args:
+        model: A model of transformers or PEFT.
+        config: The argument `generation_config` of `generate`; the model's own settings complete it.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    prepared, _ = model._prepare_generation_config(config)
+    ids = torch.ones(1, 1, dtype=torch.long)
+    processors = model._get_logits_processor(prepared, input_ids_seq_length=1, encoder_input_ids=ids, device="cpu")
+    mode = prepared.get_generation_mode()
+    return {type(each).__name__ for each in processors} | ({str(mode.value)} - {GenerationMode.SAMPLE.value})
 
 
 def engine_settings(generation: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import trl
+from transformers import GenerationConfig, GenerationMixin
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
@@ -87,7 +88,7 @@ RELIED_ON = (
         "__init__",
         "what the trainer keeps",
         "model reward_funcs args",
-        "_metrics _logs reward_func_names reward_weights reward_processing_classes rollout_func",
+        "_metrics _logs reward_func_names reward_weights reward_processing_classes rollout_func generation_config",
     ),
     _method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
     _method(GRPOTrainer, "_get_train_sampler", "whether the data fills a rollout", uses="generation_batch_size"),
@@ -119,10 +120,33 @@ RELIED_ON = (
 
 #: Methods of TRL's `VLLMGeneration`.
 ENGINE = (
-    _method(VLLMGeneration, "__init__", "log-probabilities of the likeliest tokens", uses="logprobs mode"),
+    _method(
+        VLLMGeneration,
+        "__init__",
+        "log-probabilities of the likeliest tokens, and the sampler's settings",
+        uses="logprobs mode temperature top_k top_p min_p repetition_penalty",
+    ),
     _method(VLLMGeneration, "_init_vllm", "the settings of the engine", uses="llm vllm_client"),
     _method(VLLMGeneration, "sync_weights", "weights for vLLM on a CPU", uses="_iter_named_params reset_prefix_cache"),
     _method(VLLMGeneration, "generate", "what the engine reports", "prompts images num_generations"),
+)
+
+#: How transformers completes the settings of a call of `generate`, and what it does with the scores.
+GENERATION = (
+    _method(
+        GenerationMixin,
+        "_prepare_generation_config",
+        "rollouts without what the model's file says",
+        "generation_config",
+        "update generation_config to_dict defaults_only",
+    ),
+    _method(
+        GenerationMixin,
+        "_get_logits_processor",
+        "what changes the distribution of rollouts",
+        "generation_config input_ids_seq_length encoder_input_ids device",
+    ),
+    _method(GenerationConfig, "_get_default_generation_params", "the settings that nobody sets"),
 )
 
 #: Functions of `trl.trainer.utils`, which TRL does not document. TRL 1.14 has no fused head.
@@ -151,6 +175,8 @@ def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, func
     for name in FUNCTIONS:
         if not callable(getattr(functions, name, None)):
             yield f"trl.trainer.utils.{name} is missing"
+    for needed in GENERATION:
+        yield from needed.missing()
     if getattr(functions, "_ChunkedLogProbFunction", True) is None:
         yield "its fused head could not be imported, which takes Triton in TRL 1.15 (pip install triton)"
 
