@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments import protocol, second
+from experiments import protocol
 from experiments.table import (
     Identity,
     Phase,
@@ -58,7 +58,7 @@ def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[in
     runs, commands = read.runs, table.with_suffix(".txt")
     table.parent.mkdir(parents=True, exist_ok=True)
     finished = [run for run in runs if run.finished]
-    found = [_result(run, "exploratory" if exploratory else _phase(run, table.stem), table.parent) for run in finished]
+    found = [_result(run, "exploratory" if exploratory else _phase(run), table.parent) for run in finished]
     former = read_csv(table) if table.exists() else []
     phases, places = {row.identity: row.phase for row in former}, dict[Any, Path]()
     for run, row in zip(finished, found, strict=True):
@@ -90,43 +90,15 @@ def _as_in_a_file(settings: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _phase(run: Run, table: str) -> Phase:
-    """The phase of a run of the protocol, of its first or second part."""
+def _phase(run: Run) -> Phase:
+    """The phase of a run of the protocol: one that differs from its recipe only in method, bound, rate and seed."""
+    bounds = [name for name, _ in [protocol.BOUNDS[run.surrogate]]] if run.surrogate in protocol.BOUNDS else []
     try:
-        return _second_phase(run, table) if table in second.REGIMES else _first_phase(run)
+        if changed := _differences(run, _recipe(run.recipe)[0], {"surrogate", *bounds}):
+            raise ValueError(f"it is not as its recipe, {changed[0]}")
+        return protocol.phase(run.recipe, run.surrogate, float(_setting(run, "learning_rate")), run.seed)
     except ValueError as error:
         raise ValueError(f"{run.folder}: {error}; collect it with --exploratory, into another table") from error
-
-
-def _first_phase(run: Run) -> Phase:
-    """The phase of a run that differs from its recipe only in method, bound, rate and seed."""
-    bounds = [name for name, _ in [protocol.BOUNDS[run.surrogate]]] if run.surrogate in protocol.BOUNDS else []
-    if changed := _differences(run, _recipe(run.recipe)[0], {"surrogate", *bounds}):
-        raise ValueError(f"it is not as its recipe, {changed[0]}")
-    return protocol.phase(run.recipe, run.surrogate, float(_setting(run, "learning_rate")), run.seed)
-
-
-def _second_phase(run: Run, table: str) -> Phase:
-    """The phase of a run that differs from one of the planned configurations only in rate and seed."""
-    regime, rate = second.REGIMES[table], float(_setting(run, "learning_rate"))
-    if run.recipe != regime.recipe or all(_differences(run, settings, set()) for settings in _planned(table)):
-        raise ValueError(f"the protocol has no such configuration in {table}")
-    if rate in regime.tuning_rates and run.seed in second.TUNING_SEEDS:
-        return "tuning"
-    if rate in {*regime.rates, *regime.added_rates.values()} and run.seed in regime.seeds:
-        return "counted"
-    raise ValueError(f"the protocol has no run in {table} with learning rate {rate:g} and seed {run.seed}")
-
-
-@cache
-def _planned(table: str) -> list[dict[str, Any]]:
-    """The settings of each configuration of a regime of the second part."""
-    rates = second.REGIMES[table].rates[:1]
-    return [
-        run.settings
-        for method, changes in second.configurations()
-        for run in second.plan(table, method, changes, rates, seed=0)
-    ]
 
 
 def _differences(run: Run, settings: Mapping[str, Any], free: Collection[str]) -> list[str]:
