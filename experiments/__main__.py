@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
+from experiments.protocol import Phase
 from troll.terminal import FAILED, INTERRUPTED, UsageError, run_command, silence_libraries, without_fields
 
 DOCS = Path("docs")
@@ -38,7 +40,12 @@ def main() -> int:
         "folders", nargs="+", type=Path, metavar="RUNS", help="folders of troll compare, or of runs"
     )
     collecting.add_argument("--output", type=Path, required=True, metavar="CSV", help="docs/results/NAME.csv")
-    collecting.add_argument("--exploratory", action="store_true", help="runs that are not the protocol's")
+    collecting.add_argument(
+        "--phase",
+        choices=get_args(Phase),
+        default="exploratory",
+        help="what the runs count for in a protocol (default: exploratory)",
+    )
     page = commands.add_parser("page", help="write the pages of results and their figures from docs/results/*.csv")
     page.add_argument("--output", type=Path, default=DOCS, help="folder of the pages (default: docs)")
     tuning = commands.add_parser(
@@ -79,7 +86,7 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
         if arguments.command == "collect":
             from experiments.collect import collect
 
-            added, unfinished = collect(arguments.folders, arguments.output, arguments.exploratory)
+            added, unfinished = collect(arguments.folders, arguments.output, arguments.phase)
             print(f"{arguments.output}: {added} runs added or replaced; {unfinished} are not finished")
         elif arguments.command == "contest":
             from experiments.contest_page import write_contest

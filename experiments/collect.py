@@ -10,10 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments import protocol
+from experiments.protocol import Phase
 from experiments.table import (
     Identity,
-    Phase,
     Result,
     Settings,
     evaluation_order,
@@ -36,14 +35,14 @@ _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resu
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
 
-def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[int, int]:
+def collect(folders: Iterable[Path], table: Path, phase: Phase) -> tuple[int, int]:
     """Adds finished runs to a table, and replaces those that are in it already.
 
     Args:
         folders: Run folders, or folders of `troll compare`.
         table: A CSV file, made if it does not exist. Lists of questions are written next to it, and the commands, as
             NAME.txt.
-        exploratory: Whether the runs only explore; otherwise they must be runs of the protocol.
+        phase: What the runs count for.
 
     Returns:
         The number of runs that were added or replaced, and the number of unfinished ones.
@@ -51,25 +50,25 @@ def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[in
     Raises:
         FileNotFoundError: If a folder has no runs.
         ValueError: If a file is malformed; if a run does not fit the table (its recipe is not the package's, it did not
-            log once a rollout, its verdicts are not those of its last evaluation, or it is neither the protocol's nor
-            exploratory); or if a run occurs twice, or is in the table with another phase.
+            log once a rollout, or its verdicts are not those of its last evaluation); or if a run occurs twice, or is
+            in the table with another phase.
     """
     read = read_comparison(list(folders))
     runs, commands = read.runs, table.with_suffix(".txt")
     table.parent.mkdir(parents=True, exist_ok=True)
     finished = [run for run in runs if run.finished]
-    found = [_result(run, "exploratory" if exploratory else _phase(run), table.parent) for run in finished]
+    found = [_result(run, phase, table.parent) for run in finished]
     former = read_csv(table) if table.exists() else []
     phases, places = {row.identity: row.phase for row in former}, dict[Any, Path]()
     for run, row in zip(finished, found, strict=True):
-        if (phase := phases.get(row.identity, row.phase)) != row.phase:
-            raise ValueError(f"{run.folder} is in {table} as a {phase} run: collect it as such, or into another table")
+        if (known := phases.get(row.identity, phase)) != phase:
+            raise ValueError(f"{run.folder} is in {table} as a {known} run: collect it as such, or into another table")
         if (other := places.setdefault(row.identity, run.folder)) != run.folder:
             raise ValueError(f"{other} and {run.folder} are the same run: name one of them only")
     write_atomically(table, to_csv(merge(former, found)))
-    known = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
+    lines = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
     new = [command.replace(f"{Path.cwd()}/", "") for command in read.commands]  # published without the local path
-    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*known, *new])))
+    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *new])))
     return len(found), len(runs) - len(found)
 
 
@@ -88,23 +87,6 @@ def identity_of(run: PlannedRun) -> Identity:
 def _as_in_a_file(settings: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = json.loads(json.dumps(dict(settings)))
     return read
-
-
-def _phase(run: Run) -> Phase:
-    """The phase of a run of the protocol: one that differs from its recipe only in method, bound, rate and seed."""
-    bounds = [name for name, _ in [protocol.BOUNDS[run.surrogate]]] if run.surrogate in protocol.BOUNDS else []
-    try:
-        if changed := _differences(run, _recipe(run.recipe)[0], {"surrogate", *bounds}):
-            raise ValueError(f"it is not as its recipe, {changed[0]}")
-        return protocol.phase(run.recipe, run.surrogate, float(_setting(run, "learning_rate")), run.seed)
-    except ValueError as error:
-        raise ValueError(f"{run.folder}: {error}; collect it with --exploratory, into another table") from error
-
-
-def _differences(run: Run, settings: Mapping[str, Any], free: Collection[str]) -> list[str]:
-    """The settings in which a run differs, but for rate, seed, those of its output, and those it does not read."""
-    ignored = {*free, *_APART - {"eval_size", "surrogate"}, *_foreign(_read(run))}
-    return recipes.differences(run.settings, settings, lambda name: name in ignored or name.startswith(_LEFT_BEHIND))
 
 
 def _result(run: Run, phase: Phase, folder: Path) -> Result:

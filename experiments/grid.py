@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments import protocol
 from experiments.collect import collect, identity_of
+from experiments.protocol import Phase
 from experiments.table import read_csv
 from troll.runs.compare import Outcome, compare
 from troll.runs.grid import PlannedRun, expand, parse_command
@@ -17,7 +17,7 @@ from troll.terminal import say
 
 
 def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tuple[Outcome, int]:
-    """Makes the runs of a grid that are not in a table, as `make` does.
+    """Makes the runs of an exploratory grid that are not in a table, as `make` does.
 
     Args:
         table: The table; made if it does not exist.
@@ -34,20 +34,20 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
     command = parse_command(recipe_names, fields)
     words = ["python", "-m", "experiments", "run", str(table), *recipe_names, *fields]
     planned = expand(recipe_names, command.axes)
-    return make(planned, table, Path(command.output_dir), command.jobs, shlex.join(words))
+    return make(planned, table, "exploratory", Path(command.output_dir), command.jobs, shlex.join(words))
 
 
 def make(
-    planned: Sequence[PlannedRun], table: Path, folder: Path, jobs: int | None, command: str
+    planned: Sequence[PlannedRun], table: Path, phase: Phase, folder: Path, jobs: int | None, command: str
 ) -> tuple[Outcome, int]:
     """Makes those runs of a list that are not in a table, and adds them to it, also if they are interrupted.
 
-    A table is named after a regime of the protocol, and has its counted and tuning runs; all other tables explore.
     A protocol whose runs are no grid makes them by this function, one seed after the other, each in its own folder.
 
     Args:
         planned: The runs.
         table: The table; made if it does not exist.
+        phase: What the runs count for.
         folder: The folder of the runs.
         jobs: The number of runs at once; None for the machine's default.
         command: The command that made them, for the page.
@@ -64,7 +64,7 @@ def make(
     if not waiting:
         return "finished", 0
     outcome = compare(waiting, folder, console, jobs, command)
-    added, _ = collect([folder], table, exploratory=table.stem not in protocol.REGIMES)
+    added, _ = collect([folder], table, phase)
     return outcome, added
 
 

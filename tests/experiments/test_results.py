@@ -19,8 +19,8 @@ from experiments import __main__ as command
 from experiments import analysis, figures, grid, page, second, second_analysis, table, tables
 from experiments.collect import _recipe, collect
 from experiments.inference import crossed_bootstrap_interval
-from experiments.protocol import LEARNING_RATES, METHODS, TUNING_RATES, TUNING_SEEDS
-from experiments.table import Phase, Result
+from experiments.protocol import LEARNING_RATES, METHODS, TUNING_RATES, TUNING_SEEDS, Phase
+from experiments.table import Result
 from troll.runs.grid import PlannedRun, expand
 from troll.runs.statistics import SeedMean
 from troll.trl.surrogates import settings_read
@@ -186,10 +186,10 @@ def test_rows_of_another_order_are_refused(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     order, path = table.evaluation_order(4, seed=0), run / "verdicts.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order}))
-    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+    assert collect([run], tmp_path / "new.csv", phase="exploratory") == (1, 0)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order[::-1]}))
     with pytest.raises(ValueError, match="not in the order of an evaluation with seed 0"):
-        collect([run], tmp_path / "new.csv", exploratory=True)
+        collect([run], tmp_path / "new.csv", phase="exploratory")
 
 
 @pytest.mark.parametrize("verdicts", [[1], [0, 1, 1, 0, 1, 0, 0, 0], [0, 0, 1] * 7])
@@ -251,7 +251,7 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
 def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", settings={"temperature": 0.5})
     csv = tmp_path / "results" / "new.csv"
-    assert collect([run], csv, exploratory=True) == (1, 0)
+    assert collect([run], csv, phase="exploratory") == (1, 0)
     (row,) = table.read_csv(csv)
     name = row.questions
     assert row == Result(
@@ -291,7 +291,7 @@ def test_a_planned_run_is_missing_until_the_table_has_it(tmp_path: Path, surroga
     read = settings_read(planned[0].recipe.training)
     folder = run_folder(tmp_path / "runs" / planned[0].name, surrogate, surrogate_settings=read)
     (folder / "config.yaml").write_text(yaml.safe_dump({**planned[0].settings, "output_dir": str(folder)}))
-    collect([folder], csv, exploratory=True)
+    collect([folder], csv, phase="exploratory")
     assert grid.missing(planned, csv, elsewhere) == planned[1:]
     assert grid.missing(planned, csv, folder.parent) == planned  # its folder knows it, and leaves it as it is
 
@@ -316,12 +316,12 @@ def test_make_adds_what_a_table_lacks_seed_by_seed(tmp_path: Path, monkeypatch: 
     made: list[tuple[str, int]] = []
     for seed in ("0", "1", "0"):
         planned = expand([REGIME], {**axes, "seed": [seed]})
-        made.append(grid.make(planned, csv, tmp_path / f"again-{len(made)}", None, "a command"))
+        made.append(grid.make(planned, csv, "tuning", tmp_path / f"again-{len(made)}", None, "a command"))
     assert made == [("interrupted", 1)] * 3 and asked == [[0, 0], [1, 1], [0]]
     found = [(row.seed, dict(row.settings)["epsilon"]) for row in table.read_csv(csv)]
     assert found == [(0, "0.1"), (1, "0.1"), (0, "0.3")]
     planned = expand([REGIME], {**axes, "seed": ["0"]})
-    assert grid.make(planned, csv, tmp_path / "again", None, "a command") == ("finished", 0)
+    assert grid.make(planned, csv, "tuning", tmp_path / "again", None, "a command") == ("finished", 0)
 
 
 def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
@@ -332,34 +332,15 @@ def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
     names = ["troll-1", "troll-0", "troll-100", "clip-0", "clip-1"]
     command = f"troll compare sparse-signal --seeds 2 --output_dir {Path.cwd()}/runs/a"
     (folder / "compare.json").write_text(json.dumps({"runs": {name: {} for name in names}, "command": command}))
-    assert collect([folder], csv, exploratory=False) == (3, 2)
+    assert collect([folder], csv, phase="counted") == (3, 2)
     first = csv.read_bytes()
-    assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(0, "counted"), (1, "counted"), (100, "tuning")]
-    assert collect([folder], csv, exploratory=False) == (3, 2)
+    assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(seed, "counted") for seed in (0, 1, 100)]
+    assert collect([folder], csv, phase="counted") == (3, 2)
     assert csv.read_bytes() == first
     assert csv.with_suffix(".txt").read_text() == "troll compare sparse-signal --seeds 2 --output_dir runs/a\n"
-    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, exploratory=True)
+    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, phase="exploratory")
     rows = table.read_csv(csv)
     assert (rows[0].surrogate, rows[0].phase, len(rows)) == ("clip", "exploratory", 4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": 20}, "the protocol has no run of sparse-signal with troll, learning rate 0.0003 and seed 20"),
-        ({"seed": 100, "settings": {"learning_rate": 1e-3}}, "no run of .* learning rate 0.001 and seed 100"),
-        ({"settings": {"learning_rate": 2e-4}}, "no run of .* learning rate 0.0002 and seed 0"),
-        ({"recipe": "sparse-signal-long"}, "not as its recipe, eval_steps is 320 there and 960 here"),
-        ({"settings": {"regression_weight": 0.0}}, "not as its recipe, regression_weight is 0.0 there and 1.0 here"),
-        ({"settings": {"eval_size": 4}}, "not as its recipe, eval_size is 4 there and 1024 here"),
-        ({"surrogate": "clip", "settings": {"epsilon_high": 0.3}}, "not as its recipe, epsilon_high is 0.3 there"),
-    ],
-)
-def test_only_runs_of_the_protocol_count(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    run = run_folder(tmp_path / "run", **changes)
-    with pytest.raises(ValueError, match=f"{message}.*; collect it with --exploratory, into another table"):
-        collect([run], tmp_path / "new.csv", exploratory=False)
-    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
 
 
 # The second part.
@@ -541,10 +522,10 @@ def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration() -> No
 def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> None:
     one, same = run_folder(tmp_path / "one"), run_folder(tmp_path / "same")
     with pytest.raises(ValueError, match=r"one and .*same are the same run: name one of them only"):
-        collect([one, same], tmp_path / "new.csv", exploratory=False)
-    collect([one], tmp_path / "new.csv", exploratory=False)
+        collect([one, same], tmp_path / "new.csv", phase="counted")
+    collect([one], tmp_path / "new.csv", phase="counted")
     with pytest.raises(ValueError, match=r"same is in .*new\.csv as a counted run: collect it as such"):
-        collect([same], tmp_path / "new.csv", exploratory=True)
+        collect([same], tmp_path / "new.csv", phase="exploratory")
     assert table.read_csv(tmp_path / "new.csv")[0].phase == "counted"
 
 
@@ -563,14 +544,14 @@ def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> Non
 def test_a_run_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     run = run_folder(tmp_path / "run", **changes)
     with pytest.raises(ValueError, match=message):
-        collect([run], tmp_path / "new.csv", exploratory=True)
+        collect([run], tmp_path / "new.csv", phase="exploratory")
     assert not (tmp_path / "new.csv").exists()
 
 
 def test_a_run_without_verdicts_has_its_success_only(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     (run / "verdicts.json").unlink()
-    collect([run], tmp_path / "new.csv", exploratory=False)
+    collect([run], tmp_path / "new.csv", phase="counted")
     (row,) = table.read_csv(tmp_path / "new.csv")
     assert (row.eval_size, row.success_after, row.verdicts, row.questions) == (4, 0.5, "", "")
 
@@ -852,7 +833,7 @@ def test_labels_at_one_height_are_moved_apart() -> None:
 
 def test_command_collects_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     run, csv = run_folder(tmp_path / "run"), tmp_path / "results" / "new.csv"
-    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv)])
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv), "--phase", "counted"])
     assert command.main() == 0
     assert "new.csv: 1 runs added or replaced; 0 are not finished" in capsys.readouterr().out
     assert table.read_csv(csv)[0].phase == "counted"
