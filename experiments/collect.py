@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments import RECIPES
 from experiments.protocol import Phase
 from experiments.table import (
     Identity,
@@ -49,8 +50,8 @@ def collect(folders: Iterable[Path], table: Path, phase: Phase) -> tuple[int, in
 
     Raises:
         FileNotFoundError: If a folder has no runs.
-        ValueError: If a file is malformed; if a run does not fit the table (its recipe is not the package's, it did not
-            log once a rollout, or its verdicts are not those of its last evaluation); or if a run occurs twice, or is
+        ValueError: If a file is malformed; if a run does not fit the table (its recipe is unknown, it did not log
+            once a rollout, or its verdicts are not those of its last evaluation); or if a run occurs twice, or is
             in the table with another phase.
     """
     read = read_comparison(list(folders))
@@ -168,11 +169,13 @@ def _foreign(read: Collection[str]) -> set[str]:
 @cache
 def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
     """A recipe's resolved settings, and the fields of its grid."""
-    if name not in recipes.names():
-        raise ValueError(f"{name} is no recipe of the package, so what its runs changed cannot be told: add it there")
-    _, grid = recipes.read(name)
+    own = RECIPES / f"{name}.yaml"
+    if name not in recipes.names() and not own.is_file():
+        raise ValueError(f"{name} is no recipe of the package or in {RECIPES}, so what its runs changed cannot be told")
+    given = str(own) if own.is_file() else name
+    _, grid = recipes.read(given)
     first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
-    return flat(_as_in_a_file(recipes.plain(recipes.load(name, first)))), set(grid)
+    return flat(_as_in_a_file(recipes.plain(recipes.load(given, first)))), set(grid)
 
 
 def _curve(run: Run) -> tuple[int, tuple[int, ...]]:

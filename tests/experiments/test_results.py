@@ -15,8 +15,8 @@ import yaml
 from scipy import stats
 from trl.trainer.utils import RepeatSampler
 
+from experiments import RECIPES, analysis, figures, grid, page, second, second_analysis, table, tables
 from experiments import __main__ as command
-from experiments import analysis, figures, grid, page, second, second_analysis, table, tables
 from experiments.collect import _recipe, collect
 from experiments.inference import crossed_bootstrap_interval
 from experiments.protocol import LEARNING_RATES, METHODS, TUNING_RATES, TUNING_SEEDS, Phase
@@ -285,7 +285,7 @@ def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])
 def test_a_planned_run_is_missing_until_the_table_has_it(tmp_path: Path, surrogate: str) -> None:
     axes = {"surrogate": [surrogate], "temperature": ["0.5"], "learning_rate": ["3e-4"], "seed": ["0", "1"]}
-    planned = expand([REGIME], axes)
+    planned = expand([str(RECIPES / f"{REGIME}.yaml")], axes)
     csv, elsewhere = tmp_path / "results.csv", tmp_path / "elsewhere"
     assert grid.missing(planned, csv, elsewhere) == planned
     read = settings_read(planned[0].recipe.training)
@@ -315,12 +315,12 @@ def test_make_adds_what_a_table_lacks_seed_by_seed(tmp_path: Path, monkeypatch: 
     csv = tmp_path / "results.csv"
     made: list[tuple[str, int]] = []
     for seed in ("0", "1", "0"):
-        planned = expand([REGIME], {**axes, "seed": [seed]})
+        planned = expand([str(RECIPES / f"{REGIME}.yaml")], {**axes, "seed": [seed]})
         made.append(grid.make(planned, csv, "tuning", tmp_path / f"again-{len(made)}", None, "a command"))
     assert made == [("interrupted", 1)] * 3 and asked == [[0, 0], [1, 1], [0]]
     found = [(row.seed, dict(row.settings)["epsilon"]) for row in table.read_csv(csv)]
     assert found == [(0, "0.1"), (1, "0.1"), (0, "0.3")]
-    planned = expand([REGIME], {**axes, "seed": ["0"]})
+    planned = expand([str(RECIPES / f"{REGIME}.yaml")], {**axes, "seed": ["0"]})
     assert grid.make(planned, csv, "tuning", tmp_path / "again", None, "a command") == ("finished", 0)
 
 
@@ -532,7 +532,7 @@ def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "my-own"}, "my-own is no recipe of the package"),
+        ({"recipe": "my-own"}, "my-own is no recipe of the package or in .*recipes"),
         ({"rollouts": 3}, "in 2 lines for 3 rollouts: set logging_steps"),
         ({"settings": {"per_device_train_batch_size": 3}}, "is no share of 24 completions"),
         ({"success_after": 0.75}, "is not the success_after of summary.json"),
