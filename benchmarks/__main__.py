@@ -39,7 +39,8 @@ OTHERS = (
     "verl_update",
     "engine",
     "truncation",
-    "plan",
+    "memory",
+    "memory_runs",
 )
 
 

@@ -1,7 +1,6 @@
 """The tables of the study and their page, and contests of tuned methods.
 
 python -m experiments run docs/results/NAME.csv RECIPE --field value ... --output_dir runs/study/NAME
-python -m experiments second docs/results/second-a.csv [--seed SEED ...] [--jobs N]
 python -m experiments collect RUNS... --output docs/results/NAME.csv
 python -m experiments page
 python -m experiments tune RECIPE --tune FIELD=VALUE,VALUE --tuning_seeds SEED ... --field value ...
@@ -13,8 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
-from experiments import second
+from experiments.protocol import Phase
 from troll.terminal import FAILED, INTERRUPTED, UsageError, run_command, silence_libraries, without_fields
 
 DOCS = Path("docs")
@@ -35,26 +35,17 @@ def main() -> int:
     )
     running.add_argument("table", type=Path, metavar="CSV", help="docs/results/NAME.csv")
     running.add_argument("recipes", nargs="+", metavar="RECIPE")
-    second_part = commands.add_parser(
-        "second",
-        help="make the runs of the protocol's second part that the table does not have yet, and add them to it",
-        description="A seed is one of the tuning or a counted one. All its methods come before the next seed. The same "
-        "command resumes.",
-    )
-    second_part.add_argument("table", type=Path, metavar="CSV", help=f"docs/results/{{{','.join(second.REGIMES)}}}.csv")
-    second_part.add_argument(
-        "--seed", nargs="+", type=int, default=second.TUNING_SEEDS, help="default: the tuning seeds"
-    )
-    second_part.add_argument("--jobs", type=int, help="runs at once (default: one for each GPU, or for each core)")
-    second_part.add_argument(
-        "--output_dir", type=Path, help="folder of the runs (default: runs/study/ and the table's name)"
-    )
     collecting = commands.add_parser("collect", help="add finished runs to a table")
     collecting.add_argument(
         "folders", nargs="+", type=Path, metavar="RUNS", help="folders of troll compare, or of runs"
     )
     collecting.add_argument("--output", type=Path, required=True, metavar="CSV", help="docs/results/NAME.csv")
-    collecting.add_argument("--exploratory", action="store_true", help="runs that are not the protocol's")
+    collecting.add_argument(
+        "--phase",
+        choices=get_args(Phase),
+        default="exploratory",
+        help="what the runs count for in a protocol (default: exploratory)",
+    )
     page = commands.add_parser("page", help="write the pages of results and their figures from docs/results/*.csv")
     page.add_argument("--output", type=Path, default=DOCS, help="folder of the pages (default: docs)")
     tuning = commands.add_parser(
@@ -85,14 +76,6 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
             outcome, found = run(arguments.table, arguments.recipes, fields)
             print(f"{arguments.table}: {found} runs added or replaced")
             return _CODES[outcome]
-        if arguments.command == "second":
-            from experiments.grid import run_second
-
-            silence_libraries()
-            output = arguments.output_dir or Path("runs", "study", arguments.table.stem)
-            outcome, found = run_second(arguments.table, arguments.seed, output, arguments.jobs)
-            print(f"{arguments.table}: {found} runs added or replaced")
-            return _CODES[outcome]
         if arguments.command == "tune":
             from rich.console import Console
 
@@ -103,7 +86,7 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
         if arguments.command == "collect":
             from experiments.collect import collect
 
-            added, unfinished = collect(arguments.folders, arguments.output, arguments.exploratory)
+            added, unfinished = collect(arguments.folders, arguments.output, arguments.phase)
             print(f"{arguments.output}: {added} runs added or replaced; {unfinished} are not finished")
         elif arguments.command == "contest":
             from experiments.contest_page import write_contest

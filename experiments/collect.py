@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments import protocol, second
+from experiments import RECIPES
+from experiments.protocol import Phase
 from experiments.table import (
     Identity,
-    Phase,
     Result,
     Settings,
     evaluation_order,
@@ -36,40 +36,40 @@ _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resu
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
 
-def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[int, int]:
+def collect(folders: Iterable[Path], table: Path, phase: Phase) -> tuple[int, int]:
     """Adds finished runs to a table, and replaces those that are in it already.
 
     Args:
         folders: Run folders, or folders of `troll compare`.
         table: A CSV file, made if it does not exist. Lists of questions are written next to it, and the commands, as
             NAME.txt.
-        exploratory: Whether the runs only explore; otherwise they must be runs of the protocol.
+        phase: What the runs count for.
 
     Returns:
         The number of runs that were added or replaced, and the number of unfinished ones.
 
     Raises:
         FileNotFoundError: If a folder has no runs.
-        ValueError: If a file is malformed; if a run does not fit the table (its recipe is not the package's, it did not
-            log once a rollout, its verdicts are not those of its last evaluation, or it is neither the protocol's nor
-            exploratory); or if a run occurs twice, or is in the table with another phase.
+        ValueError: If a file is malformed; if a run does not fit the table (its recipe is unknown, it did not log
+            once a rollout, or its verdicts are not those of its last evaluation); or if a run occurs twice, or is
+            in the table with another phase.
     """
     read = read_comparison(list(folders))
     runs, commands = read.runs, table.with_suffix(".txt")
     table.parent.mkdir(parents=True, exist_ok=True)
     finished = [run for run in runs if run.finished]
-    found = [_result(run, "exploratory" if exploratory else _phase(run, table.stem), table.parent) for run in finished]
+    found = [_result(run, phase, table.parent) for run in finished]
     former = read_csv(table) if table.exists() else []
     phases, places = {row.identity: row.phase for row in former}, dict[Any, Path]()
     for run, row in zip(finished, found, strict=True):
-        if (phase := phases.get(row.identity, row.phase)) != row.phase:
-            raise ValueError(f"{run.folder} is in {table} as a {phase} run: collect it as such, or into another table")
+        if (known := phases.get(row.identity, phase)) != phase:
+            raise ValueError(f"{run.folder} is in {table} as a {known} run: collect it as such, or into another table")
         if (other := places.setdefault(row.identity, run.folder)) != run.folder:
             raise ValueError(f"{other} and {run.folder} are the same run: name one of them only")
     write_atomically(table, to_csv(merge(former, found)))
-    known = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
+    lines = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
     new = [command.replace(f"{Path.cwd()}/", "") for command in read.commands]  # published without the local path
-    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*known, *new])))
+    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *new])))
     return len(found), len(runs) - len(found)
 
 
@@ -88,51 +88,6 @@ def identity_of(run: PlannedRun) -> Identity:
 def _as_in_a_file(settings: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = json.loads(json.dumps(dict(settings)))
     return read
-
-
-def _phase(run: Run, table: str) -> Phase:
-    """The phase of a run of the protocol, of its first or second part."""
-    try:
-        return _second_phase(run, table) if table in second.REGIMES else _first_phase(run)
-    except ValueError as error:
-        raise ValueError(f"{run.folder}: {error}; collect it with --exploratory, into another table") from error
-
-
-def _first_phase(run: Run) -> Phase:
-    """The phase of a run that differs from its recipe only in method, bound, rate and seed."""
-    bounds = [name for name, _ in [protocol.BOUNDS[run.surrogate]]] if run.surrogate in protocol.BOUNDS else []
-    if changed := _differences(run, _recipe(run.recipe)[0], {"surrogate", *bounds}):
-        raise ValueError(f"it is not as its recipe, {changed[0]}")
-    return protocol.phase(run.recipe, run.surrogate, float(_setting(run, "learning_rate")), run.seed)
-
-
-def _second_phase(run: Run, table: str) -> Phase:
-    """The phase of a run that differs from one of the planned configurations only in rate and seed."""
-    regime, rate = second.REGIMES[table], float(_setting(run, "learning_rate"))
-    if run.recipe != regime.recipe or all(_differences(run, settings, set()) for settings in _planned(table)):
-        raise ValueError(f"the protocol has no such configuration in {table}")
-    if rate in regime.tuning_rates and run.seed in second.TUNING_SEEDS:
-        return "tuning"
-    if rate in {*regime.rates, *regime.added_rates.values()} and run.seed in regime.seeds:
-        return "counted"
-    raise ValueError(f"the protocol has no run in {table} with learning rate {rate:g} and seed {run.seed}")
-
-
-@cache
-def _planned(table: str) -> list[dict[str, Any]]:
-    """The settings of each configuration of a regime of the second part."""
-    rates = second.REGIMES[table].rates[:1]
-    return [
-        run.settings
-        for method, changes in second.configurations()
-        for run in second.plan(table, method, changes, rates, seed=0)
-    ]
-
-
-def _differences(run: Run, settings: Mapping[str, Any], free: Collection[str]) -> list[str]:
-    """The settings in which a run differs, but for rate, seed, those of its output, and those it does not read."""
-    ignored = {*free, *_APART - {"eval_size", "surrogate"}, *_foreign(_read(run))}
-    return recipes.differences(run.settings, settings, lambda name: name in ignored or name.startswith(_LEFT_BEHIND))
 
 
 def _result(run: Run, phase: Phase, folder: Path) -> Result:
@@ -214,11 +169,13 @@ def _foreign(read: Collection[str]) -> set[str]:
 @cache
 def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
     """A recipe's resolved settings, and the fields of its grid."""
-    if name not in recipes.names():
-        raise ValueError(f"{name} is no recipe of the package, so what its runs changed cannot be told: add it there")
-    _, grid = recipes.read(name)
+    own = RECIPES / f"{name}.yaml"
+    if name not in recipes.names() and not own.is_file():
+        raise ValueError(f"{name} is no recipe of the package or in {RECIPES}, so what its runs changed cannot be told")
+    given = str(own) if own.is_file() else name
+    _, grid = recipes.read(given)
     first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
-    return flat(_as_in_a_file(recipes.plain(recipes.load(name, first)))), set(grid)
+    return flat(_as_in_a_file(recipes.plain(recipes.load(given, first)))), set(grid)
 
 
 def _curve(run: Run) -> tuple[int, tuple[int, ...]]:

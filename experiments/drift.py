@@ -24,7 +24,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from experiments import figures
+from experiments import RECIPES, figures
 from troll import recipes
 from troll.evaluation.generate import Sampling, TransformersGenerator, seed_of
 from troll.evaluation.model import find_model, load_model, load_tokenizer
@@ -37,7 +37,7 @@ from troll.runs.recorded import read_runs
 from troll.tasks import TaskConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
-RECIPE, RATE = "sparse-signal", "3e-4"
+RECIPE, RATE = str(RECIPES / "sparse-signal.yaml"), "3e-4"
 METHODS = {
     "TROLL": ["--surrogate", "troll", "--kl_bound", "0.05"],
     "KL penalty, β = 1": ["--surrogate", "kl_penalty", "--surrogate_kwargs.weight", "1"],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from experiments.table import Phase
+from typing import Literal
+
+#: Runs of the tuning seeds chose each method's bound; counted runs decide the hypotheses; the others only explore.
+Phase = Literal["tuning", "counted", "exploratory"]
 
 #: The names of the primary regimes on the page, by recipe; all other regimes only explore.
 REGIMES = {
@@ -46,17 +49,3 @@ LEVEL = 0.05
 def letter(regime: str) -> str:
     """The letter of a primary regime, as in its name."""
     return REGIMES[regime].partition(" ")[0]
-
-
-def phase(regime: str, surrogate: str, rate: float, seed: int) -> Phase:
-    """The phase of a run.
-
-    Raises:
-        ValueError: If the protocol has no such run.
-    """
-    if regime in REGIMES:
-        if surrogate in BOUNDS and rate in TUNING_RATES and seed in TUNING_SEEDS:
-            return "tuning"
-        if surrogate in METHODS and rate in {*LEARNING_RATES, *ADDED_RATES.values()} and seed in range(SEEDS):
-            return "counted"
-    raise ValueError(f"the protocol has no run of {regime} with {surrogate}, learning rate {rate:g} and seed {seed}")

@@ -1,13 +1,15 @@
-"""The second part of the protocol, as `docs/study.md` fixes it: its regimes, its methods, and all of its runs."""
+"""The second part of the protocol, as `docs/study.md` fixes it: its regimes and its methods.
+
+The part is finished. Its pages are made from the rows of its tables only, so a configuration is known by the settings
+that a row names, whatever the package's own settings are by now.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from troll.runs.grid import PlannedRun, expand
-
-#: The values of the settings in which a run differs from its recipe, as on the command line.
+#: The values of the settings that a configuration changed, as on the command line.
 Changes = Mapping[str, str]
 
 
@@ -111,42 +113,26 @@ METHODS = {
     "clip": Method("clip", "clip", ({"epsilon": "0.1"}, {"epsilon": "0.2"}, {"epsilon": "0.4"})),
 }
 
+#: The values of these settings where a configuration does not change them. A row names all that its surrogate read.
+UNCHANGED: Mapping[str, Changes] = {"troll": {"pull": "projection", "regression_weight": "1", "constraint": "token"}}
+
 
 def configurations() -> Iterator[tuple[str, Changes]]:
     """Each configuration of each method, with the method's key in `METHODS`, in the order of tables."""
     return ((key, changes) for key, method in METHODS.items() for changes in method.configurations)
 
 
-def plan(table: str, method: str, changes: Changes, rates: Sequence[float], seed: int) -> list[PlannedRun]:
-    """The runs of one configuration with one seed.
+def settings_of(method: str, changes: Changes) -> dict[str, str | None]:
+    """What a row of a configuration has in each field that some configuration of its surrogate changes.
 
     Args:
-        table: The name of the regime's table.
         method: The method's key in `METHODS`.
         changes: The configuration.
-        rates: The learning rates.
-        seed: The seed of the runs.
+
+    Returns:
+        The values by field; None where the row must be empty.
     """
-    regime = REGIMES[table]
-    fixed = {"surrogate": METHODS[method].surrogate, **regime.changes, **changes, "seed": str(seed)}
-    axes = {name: [value] for name, value in fixed.items()} | {"learning_rate": [f"{rate:g}" for rate in rates]}
-    number = METHODS[method].configurations.index(changes) + 1
-    return [replace(run, name=f"{method}-{number}-{run.name}") for run in expand([regime.recipe], axes)]
-
-
-def tuning_runs(table: str, seed: int) -> list[PlannedRun]:
-    """The tuning runs of a regime with one seed: every configuration of every method at the tuning rates."""
-    rates = REGIMES[table].tuning_rates
-    return [run for method, changes in configurations() for run in plan(table, method, changes, rates, seed)]
-
-
-def counted_runs(table: str, chosen: Mapping[str, Changes], rates: Sequence[float], seed: int) -> list[PlannedRun]:
-    """The counted runs of a regime with one seed: every method in its chosen configuration.
-
-    Args:
-        table: The name of the regime's table.
-        chosen: The configuration of each method, by its key in `METHODS`.
-        rates: The learning rates.
-        seed: The seed of the runs.
-    """
-    return [run for method in METHODS for run in plan(table, method, chosen[method], rates, seed)]
+    surrogate = METHODS[method].surrogate
+    names = {name for key, other in configurations() if METHODS[key].surrogate == surrogate for name in other}
+    values = {**UNCHANGED.get(surrogate, {}), **changes}
+    return {name: values.get(name) for name in names}

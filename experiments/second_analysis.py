@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean
 
 from scipy import stats
 
 from experiments import second
 from experiments.analysis import Method
-from experiments.collect import identity_of
 from experiments.inference import holm, sign_flip_p_value
 from experiments.protocol import LEVEL, MARGIN
-from experiments.table import Result, Settings
+from experiments.table import Result
 from troll.runs.statistics import SeedMean, paired_difference, seed_differences
 
 
@@ -24,14 +24,12 @@ class Candidate:
     Attributes:
         method: The method's key in `second.METHODS`.
         changes: The settings of the configuration, as on the command line.
-        place: What all its runs have in common in a table.
         runs: The tuning runs by learning rate.
         complete: Whether all runs of the protocol are there.
     """
 
     method: str
     changes: second.Changes
-    place: tuple[str, str, Settings]
     runs: Mapping[float, Sequence[Result]]
     complete: bool
 
@@ -53,16 +51,18 @@ def candidates(table: str, rows: Sequence[Result]) -> list[Candidate]:
     Args:
         table: The name of the regime's table.
         rows: The runs of that table.
+
+    Raises:
+        ValueError: If the protocol does not have the configuration of a run, or if the runs of a surrogate differ in
+            another setting.
     """
-    rates = second.REGIMES[table].tuning_rates
-    tuning = [row for row in rows if row.phase == "tuning"]
+    regime = second.REGIMES[table]
     found = []
-    for method, changes in second.configurations():
-        place = _planned_place(table, method, changes)
-        mine = [row for row in tuning if _place(row) == place]
-        runs = {rate: [row for row in mine if row.learning_rate == rate] for rate in rates}
-        complete = all({row.seed for row in runs[rate]} == set(second.TUNING_SEEDS) for rate in rates)
-        found.append(Candidate(method, changes, place, runs, complete))
+    for (method, number), mine in _by_configuration(table, rows).items():
+        tuning = [row for row in mine if row.phase == "tuning"]
+        runs = {rate: [row for row in tuning if row.learning_rate == rate] for rate in regime.tuning_rates}
+        complete = all({row.seed for row in runs[rate]} == set(second.TUNING_SEEDS) for rate in regime.tuning_rates)
+        found.append(Candidate(method, second.METHODS[method].configurations[number], runs, complete))
     return found
 
 
@@ -160,25 +160,23 @@ def contest(table: str, rows: Sequence[Result]) -> Contest:
         rows: The runs of that table.
 
     Raises:
-        ValueError: If a counted run has another configuration than the tuning chose, or a rate that the protocol adds
-            only later.
+        ValueError: As `candidates`; or if a counted run has another configuration than the tuning chose, or a rate that
+            the protocol adds only later.
     """
     best = chosen(candidates(table, rows))
-    keys = {one.place: method for method, one in best.items()}
-    runs: dict[str, dict[float, dict[int, Result]]] = {}
-    for row in rows:
-        if row.phase == "counted":
-            if _place(row) not in keys:
-                raise ValueError(
-                    f"{table}: a counted run of {row.surrogate} with seed {row.seed} has a configuration that the "
-                    "tuning did not choose"
-                )
-            runs.setdefault(keys[_place(row)], {}).setdefault(row.learning_rate, {})[row.seed] = row
-    methods = {
-        key: Method(method.surrogate, best[key].place[-1], method.name, dict(sorted(runs[key].items())))
-        for key, method in second.METHODS.items()
-        if key in runs
-    }
+    methods = {}
+    for (key, number), every in _by_configuration(table, rows).items():
+        method, mine = second.METHODS[key], [row for row in every if row.phase == "counted"]
+        if mine and (key not in best or best[key].changes != method.configurations[number]):
+            raise ValueError(
+                f"{table}: a counted run of {mine[0].surrogate} with seed {mine[0].seed} has a configuration that the "
+                "tuning did not choose"
+            )
+        runs: dict[float, dict[int, Result]] = {}
+        for row in sorted(mine, key=lambda row: row.learning_rate):
+            runs.setdefault(row.learning_rate, {})[row.seed] = row
+        if mine:
+            methods[key] = Method(method.surrogate, mine[0].settings, method.name, runs)
     found = Contest(second.REGIMES[table], methods)
     if unplanned := {rate for method in methods.values() for rate in method.runs} - set(found.rates):
         raise ValueError(
@@ -275,12 +273,56 @@ def _test(found: Contest, table: str, rival: str, rate: float | None, margin: fl
     return PairedTest(table, rival, rates, estimate, p_value)
 
 
-def _place(row: Result) -> tuple[str, str, Settings]:
-    """What a run has in common with the others of its configuration."""
-    return row.regime, row.surrogate, row.settings
+#: A method's key in `second.METHODS`, and the number of one of its configurations.
+_Place = tuple[str, int]
 
 
-def _planned_place(table: str, method: str, changes: second.Changes) -> tuple[str, str, Settings]:
-    rates = second.REGIMES[table].rates
-    regime, surrogate, _, settings, _ = identity_of(second.plan(table, method, changes, rates[:1], seed=0)[0])
-    return regime, surrogate, settings
+def _by_configuration(table: str, rows: Sequence[Result]) -> dict[_Place, list[Result]]:
+    """A regime's tuning and counted runs, in the order of the protocol."""
+    found: dict[_Place, list[Result]] = {place: [] for place in _settings(table)}
+    common: dict[str, dict[str, str]] = {}  # by surrogate, the settings that no configuration changes
+    for row in rows:
+        if row.phase == "exploratory":
+            continue
+        run, place = f"{table}: a {row.phase} run of {row.surrogate} with seed {row.seed}", _place(table, row)
+        if place is None:
+            raise ValueError(f"{run} has a configuration that the protocol does not know")
+        others = {name: value for name, value in row.settings if name not in _settings(table)[place]}
+        expected = common.setdefault(row.surrogate, others)
+        if differing := sorted(others.items() ^ expected.items()):
+            name = differing[0][0]
+            raise ValueError(
+                f"{run} has {name}={others.get(name, '')}, and another one {name}={expected.get(name, '')}, but no "
+                "configuration of the protocol changes it"
+            )
+        found[place].append(row)
+    return found
+
+
+@cache
+def _settings(table: str) -> dict[_Place, dict[str, str | None]]:
+    """The settings by which the configurations of a regime are told apart, and those that all its runs change."""
+    return {
+        (key, number): {**second.settings_of(key, changes), **second.REGIMES[table].changes}
+        for key, method in second.METHODS.items()
+        for number, changes in enumerate(method.configurations)
+    }
+
+
+def _place(table: str, row: Result) -> _Place | None:
+    """The configuration of a run; None if the protocol does not have it."""
+    named = dict(row.settings)
+    for place, settings in _settings(table).items():
+        if (row.regime, row.surrogate) == (second.REGIMES[table].recipe, second.METHODS[place[0]].surrogate) and all(
+            _value(named.get(name)) == _value(value) for name, value in settings.items()
+        ):
+            return place
+    return None
+
+
+def _value(text: str | None) -> float | str | None:
+    """A setting in a form that can be compared: a number may be written in several ways."""
+    try:
+        return text if text is None else float(text)
+    except ValueError:
+        return text

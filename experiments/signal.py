@@ -21,13 +21,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from experiments import RECIPES
 from troll.cli import main as troll
 from troll.files import json_text, read_json, write_atomically
 from troll.runs.recorded import read_summary
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms, formulas
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "signal.json"
-COMMAND = ["sparse-signal", "--learning_rate", "3e-4", "--pull", "proximal", "--kl_bound", "0.5"]
+RECIPE = str(RECIPES / "sparse-signal.yaml")
+COMMAND = [RECIPE, "--learning_rate", "3e-4", "--pull", "proximal", "--kl_bound", "0.5"]
 
 
 def pulled(tokens: ScoredTokens, args: Any, own: Any, where: Tensor) -> Terms:

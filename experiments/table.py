@@ -12,17 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 
+from experiments.protocol import Phase
 from troll.files import write_atomically
-
-#: Runs of the tuning seeds chose each method's bound; counted runs decide the hypotheses; the others only explore.
-Phase = Literal["tuning", "counted", "exploratory"]
 
 #: The settings of a run as (field, value), in the order of the fields.
 Settings = tuple[tuple[str, str], ...]

@@ -98,7 +98,7 @@ def test_options_exist() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
         commands = re.findall(
-            r"\btroll (?:train|compare|plan|eval) .*", "".join(re.findall(r"^```.*?^```", text, re.M | re.S))
+            r"\btroll (?:train|compare|eval) .*", "".join(re.findall(r"^```.*?^```", text, re.M | re.S))
         )
         options = {option for command in commands for option in re.findall(r" --([\w-]+)", command)}
         assert options <= known, path

@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(release: tuple[Path, Path]
     assert files == {name.removeprefix("src/") for name in in_the_checkout("src")}
     assert any(name.endswith("/licenses/LICENSE") for name in contents(release[0]))
     assert "troll/py.typed" in files
-    for data in (r"recipes/quickstart\.yaml", r"recipes/accelerate/.*\.yaml", r"recipes/shapes/.*\.json"):
+    for data in (r"recipes/quickstart\.yaml", r"recipes/accelerate/.*\.yaml"):
         assert any(re.fullmatch(f"troll/{data}", name) for name in files), data
     assert any(re.fullmatch(r"troll/verl/config/troll/.*\.yaml", name) for name in files)
 

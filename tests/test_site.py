@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documentation")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("katex"))
     shutil.copy(ROOT / "zensical.toml", folder)
-    for name in ("src", "examples"):
+    for name in ("src", "examples", "experiments"):
         (folder / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The command line: `troll train | plan | compare | eval | tasks | report`."""
+"""The command line: `troll train | compare | eval | tasks | report`."""
 
 from __future__ import annotations
 
@@ -37,15 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     train.add_argument("recipe", metavar="RECIPE")
     train.set_defaults(run=_train)
-    plan = commands.add_parser(
-        "plan",
-        help="what a recipe takes: memory, updates, tokens",
-        description="Print the memory and the work of a recipe, before anything is downloaded or trained.",
-        epilog="Any field can follow, as with `troll train`. Exit code 2 if it does not fit. See docs/plan.md.",
-    )
-    plan.add_argument("recipe", metavar="RECIPE")
-    _add_plan_options(plan)
-    plan.set_defaults(run=_plan)
     compare = commands.add_parser(
         "compare",
         help="train by recipes over methods, settings and seeds",
@@ -69,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     fields: list[str] = []
-    if argv[:1] in (["train"], ["plan"], ["compare"]) and not {"-h", "--help"} & set(argv):
+    if argv[:1] in (["train"], ["compare"]) and not {"-h", "--help"} & set(argv):
         if argv[1:2] and argv[1].startswith("-"):
             return fail(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]")
         argv, fields = without_fields(argv)
@@ -205,44 +196,6 @@ def _train(arguments: argparse.Namespace) -> int:
     else:
         from troll.runs.train import train_command
     return train_command(arguments.recipe, arguments.fields)
-
-
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu_memory", type=float, metavar="GIB", help="memory of each GPU (default: this machine's)")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share a model, by FSDP2 or ZeRO-3 (default: 1)")
-    parser.add_argument(
-        "--prompt_tokens", type=int, help="tokens of the longest prompt (default: by vllm_max_model_length, or 512)"
-    )
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    import torch
-    from rich.console import Console
-
-    from troll import recipes
-    from troll.runs.memory import UnknownMemory
-    from troll.runs.plan import Plan, show, this_machine
-
-    parser = _Parser(prog="troll", allow_abbrev=False, add_help=False)
-    _add_plan_options(parser)
-    options, overrides = parser.parse_known_args(arguments.fields)
-    for name in ("gpu_memory", "gpus", "prompt_tokens"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise UsageError(f"{name} must be above 0, got {value}")
-    silence_libraries()
-    # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
-    cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-    recipe = recipes.load(arguments.recipe, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
-    machine = this_machine(recipe.training, options.gpu_memory, options.gpus)
-    found = Plan(recipe, machine, longest_prompt=options.prompt_tokens)
-    try:
-        show(found, Console())
-    except UnknownMemory as error:
-        raise UsageError(str(error)) from error
-    if not found.fits:
-        raise UsageError(found.remedy())
-    return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,9 @@ pytest.importorskip("trl")
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
+from benchmarks.memory import GIB, Estimate, Machine  # noqa: E402
 from tests.runs.conftest import tiny_model  # noqa: E402, F401  a fixture
-from troll import cli  # noqa: E402
+from troll import recipes  # noqa: E402
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "gsm8k_colab.ipynb"
 
@@ -67,9 +68,10 @@ def test_it_runs(tiny_model: Path, tmp_path: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_its_settings_fit_the_gpu_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_settings_fit_the_gpu_it_names() -> None:
     own = settings(nbformat.read(NOTEBOOK, as_version=4))
     arguments = [part for name, value in own.items() for part in (f"--{name}", value)]
-    command = ["plan", "gsm8k-qwen3-24gb", *arguments, "--gpu_memory", "14.5", "--prompt_tokens", "256"]
-    assert cli.main(command) == 0, capsys.readouterr().err
-    assert "25: 16 prompts, 128 completions, 8 updates" in " ".join(capsys.readouterr().out.split())
+    recipe = recipes.load("gsm8k-qwen3-24gb", [*arguments, "--use_cpu", "true"], vllm=True)
+    assert max(Estimate(recipe, Machine(14.5 * GIB), longest_prompt=256).totals) <= 14.5 * GIB
+    training = recipe.training
+    assert (training.generation_batch_size, training.updates_per_rollout, training.max_steps) == (128, 8, 25 * 8)

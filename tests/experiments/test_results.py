@@ -1,8 +1,8 @@
 """The published results: that page and tables agree, and how both are made."""
 
-import functools
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,13 @@ import yaml
 from scipy import stats
 from trl.trainer.utils import RepeatSampler
 
+from experiments import RECIPES, analysis, figures, grid, page, second, second_analysis, table, tables
 from experiments import __main__ as command
-from experiments import analysis, figures, page, second, second_analysis, table, tables
-from experiments.collect import _recipe, collect, identity_of
-from experiments.grid import missing, run_second
+from experiments.collect import _recipe, collect
 from experiments.inference import crossed_bootstrap_interval
-from experiments.protocol import LEARNING_RATES, METHODS, TUNING_RATES, TUNING_SEEDS
-from experiments.table import Phase, Result
-from troll.runs.grid import expand
+from experiments.protocol import LEARNING_RATES, METHODS, TUNING_RATES, TUNING_SEEDS, Phase
+from experiments.table import Result
+from troll.runs.grid import PlannedRun, expand
 from troll.runs.statistics import SeedMean
 from troll.trl.surrogates import settings_read
 
@@ -82,14 +81,29 @@ def write(folder: Path, name: str, rows: list[Result]) -> None:
 # What is committed.
 
 
-def test_the_pages_say_what_the_tables_say() -> None:
-    built = page.build(page.read_tables(DOCS / "results"), DOCS / "results", page.read_templates())
-    for name, text in built.texts.items():
-        assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == text, "run: make results"
-    for name, drawing in built.figures.items():
-        assert figures.shown(DOCS / "results" / f"{name}.svg") == drawing.data, f"run: make results ({name})"
-        assert (DOCS / "results" / f"{name}.png").is_file(), "run: make results"
-    assert {path.stem for path in (DOCS / "results").glob("*.svg")} == set(built.figures), "a figure of former data"
+#: Without the settings, recipes and surrogates of the package: pages of finished runs do not depend on what these are.
+ROWS_ONLY = """
+import sys
+gone = ("troll.trl", "troll.verl", "troll.recipes", "troll.tasks", "troll.runs.grid", "trl", "transformers")
+sys.modules.update(dict.fromkeys(gone))  # an import fails
+from pathlib import Path
+from experiments.page import write_pages
+write_pages(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_pages_say_what_the_tables_say_and_need_only_these(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ROWS_ONLY, str(DOCS / "results"), str(tmp_path)]
+    subprocess.run(command, cwd=DOCS.parent, check=True)
+    assert {path.stem for path in tmp_path.glob("*.md")} == page.read_templates().keys()
+    for path in tmp_path.glob("*.md"):
+        assert path.read_bytes() == (DOCS / path.name).read_bytes(), "run: make results"
+    drawn = {path.name for path in (tmp_path / "results").glob("*.svg")}
+    for name in drawn:  # the bytes depend on the fonts of the machine
+        ours, published = (figures.shown(folder / "results" / name) for folder in (tmp_path, DOCS))
+        assert ours == published, f"run: make results ({name})"
+        assert (DOCS / "results" / name).with_suffix(".png").is_file(), "run: make results"
+    assert {path.name for path in (DOCS / "results").glob("*.svg")} == drawn, "a figure of former data"
 
 
 def test_numbers_in_sentences_stand_in_the_tables() -> None:
@@ -172,10 +186,10 @@ def test_rows_of_another_order_are_refused(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     order, path = table.evaluation_order(4, seed=0), run / "verdicts.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order}))
-    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+    assert collect([run], tmp_path / "new.csv", phase="exploratory") == (1, 0)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order[::-1]}))
     with pytest.raises(ValueError, match="not in the order of an evaluation with seed 0"):
-        collect([run], tmp_path / "new.csv", exploratory=True)
+        collect([run], tmp_path / "new.csv", phase="exploratory")
 
 
 @pytest.mark.parametrize("verdicts", [[1], [0, 1, 1, 0, 1, 0, 0, 0], [0, 0, 1] * 7])
@@ -237,7 +251,7 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
 def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", settings={"temperature": 0.5})
     csv = tmp_path / "results" / "new.csv"
-    assert collect([run], csv, exploratory=True) == (1, 0)
+    assert collect([run], csv, phase="exploratory") == (1, 0)
     (row,) = table.read_csv(csv)
     name = row.questions
     assert row == Result(
@@ -271,15 +285,43 @@ def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])
 def test_a_planned_run_is_missing_until_the_table_has_it(tmp_path: Path, surrogate: str) -> None:
     axes = {"surrogate": [surrogate], "temperature": ["0.5"], "learning_rate": ["3e-4"], "seed": ["0", "1"]}
-    planned = expand([REGIME], axes)
+    planned = expand([str(RECIPES / f"{REGIME}.yaml")], axes)
     csv, elsewhere = tmp_path / "results.csv", tmp_path / "elsewhere"
-    assert missing(planned, csv, elsewhere) == planned
+    assert grid.missing(planned, csv, elsewhere) == planned
     read = settings_read(planned[0].recipe.training)
     folder = run_folder(tmp_path / "runs" / planned[0].name, surrogate, surrogate_settings=read)
     (folder / "config.yaml").write_text(yaml.safe_dump({**planned[0].settings, "output_dir": str(folder)}))
-    collect([folder], csv, exploratory=True)
-    assert missing(planned, csv, elsewhere) == planned[1:]
-    assert missing(planned, csv, folder.parent) == planned  # its folder knows it, and leaves it as it is
+    collect([folder], csv, phase="exploratory")
+    assert grid.missing(planned, csv, elsewhere) == planned[1:]
+    assert grid.missing(planned, csv, folder.parent) == planned  # its folder knows it, and leaves it as it is
+
+
+def test_make_adds_what_a_table_lacks_seed_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an interruption, with what was finished until then."""
+    asked: list[list[int]] = []
+
+    def compare(runs: list[PlannedRun], folder: Path, *_: Any) -> str:
+        asked.append([run.recipe.training.seed for run in runs])
+        for run in runs[:1]:
+            read = settings_read(run.recipe.training)
+            made = run_folder(folder / run.name, "clip", surrogate_settings=read, seed=run.recipe.training.seed)
+            (made / "config.yaml").write_text(yaml.safe_dump({**run.settings, "output_dir": str(made)}))
+        manifest = {"runs": {run.name: {} for run in runs}, "command": "a command"}
+        (folder / "compare.json").write_text(json.dumps(manifest))
+        return "interrupted"
+
+    monkeypatch.setattr(grid, "compare", compare)
+    axes = {"surrogate": ["clip"], "epsilon": ["0.1", "0.3"], "learning_rate": ["3e-4"]}
+    csv = tmp_path / "results.csv"
+    made: list[tuple[str, int]] = []
+    for seed in ("0", "1", "0"):
+        planned = expand([str(RECIPES / f"{REGIME}.yaml")], {**axes, "seed": [seed]})
+        made.append(grid.make(planned, csv, "tuning", tmp_path / f"again-{len(made)}", None, "a command"))
+    assert made == [("interrupted", 1)] * 3 and asked == [[0, 0], [1, 1], [0]]
+    found = [(row.seed, dict(row.settings)["epsilon"]) for row in table.read_csv(csv)]
+    assert found == [(0, "0.1"), (1, "0.1"), (0, "0.3")]
+    planned = expand([str(RECIPES / f"{REGIME}.yaml")], {**axes, "seed": ["0"]})
+    assert grid.make(planned, csv, "tuning", tmp_path / "again", None, "a command") == ("finished", 0)
 
 
 def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
@@ -290,104 +332,90 @@ def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
     names = ["troll-1", "troll-0", "troll-100", "clip-0", "clip-1"]
     command = f"troll compare sparse-signal --seeds 2 --output_dir {Path.cwd()}/runs/a"
     (folder / "compare.json").write_text(json.dumps({"runs": {name: {} for name in names}, "command": command}))
-    assert collect([folder], csv, exploratory=False) == (3, 2)
+    assert collect([folder], csv, phase="counted") == (3, 2)
     first = csv.read_bytes()
-    assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(0, "counted"), (1, "counted"), (100, "tuning")]
-    assert collect([folder], csv, exploratory=False) == (3, 2)
+    assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(seed, "counted") for seed in (0, 1, 100)]
+    assert collect([folder], csv, phase="counted") == (3, 2)
     assert csv.read_bytes() == first
     assert csv.with_suffix(".txt").read_text() == "troll compare sparse-signal --seeds 2 --output_dir runs/a\n"
-    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, exploratory=True)
+    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, phase="exploratory")
     rows = table.read_csv(csv)
     assert (rows[0].surrogate, rows[0].phase, len(rows)) == ("clip", "exploratory", 4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": 20}, "the protocol has no run of sparse-signal with troll, learning rate 0.0003 and seed 20"),
-        ({"seed": 100, "settings": {"learning_rate": 1e-3}}, "no run of .* learning rate 0.001 and seed 100"),
-        ({"settings": {"learning_rate": 2e-4}}, "no run of .* learning rate 0.0002 and seed 0"),
-        ({"recipe": "sparse-signal-long"}, "not as its recipe, eval_steps is 320 there and 960 here"),
-        ({"settings": {"regression_weight": 0.0}}, "not as its recipe, regression_weight is 0.0 there and 1.0 here"),
-        ({"settings": {"eval_size": 4}}, "not as its recipe, eval_size is 4 there and 1024 here"),
-        ({"surrogate": "clip", "settings": {"epsilon_high": 0.3}}, "not as its recipe, epsilon_high is 0.3 there"),
-    ],
-)
-def test_only_runs_of_the_protocol_count(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    run = run_folder(tmp_path / "run", **changes)
-    with pytest.raises(ValueError, match=f"{message}.*; collect it with --exploratory, into another table"):
-        collect([run], tmp_path / "new.csv", exploratory=False)
-    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+# The second part.
 
 
-def second_run(folder: Path, method: str, number: int, **changes: Any) -> Path:
-    """A tuning run of regime (a) of the second part, as `run_folder` makes it."""
-    changes = {"seed": 100, **changes}
-    configuration = second.METHODS[method].configurations[number]
-    (planned,) = second.plan("second-a", method, configuration, [3e-4], changes["seed"])
-    training = planned.recipe.training
-    read = settings_read(training)
-    settings = planned.settings | changes.pop("settings", {})
-    return run_folder(folder, training.surrogate, settings=settings, surrogate_settings=read, **changes)
+def second_settings(table_name: str, method: str, number: int) -> tuple[tuple[str, str], ...]:
+    """The settings that a row of a configuration names, with one that no longer needs to exist."""
+    configuration = second.settings_of(method, second.METHODS[method].configurations[number])
+    named = {**configuration, **second.REGIMES[table_name].changes, "tail": "bucket"}
+    return tuple(sorted((name, value) for name, value in named.items() if value is not None))
+
+
+def tuning_rows(table_name: str, method: str, number: int, mean: float) -> list[Result]:
+    """The complete tuning of a configuration."""
+    regime, surrogate = second.REGIMES[table_name], second.METHODS[method].surrogate
+    settings = second_settings(table_name, method, number)
+    return [
+        result(surrogate, rate, seed, mean, regime=regime.recipe, settings=settings, phase="tuning")
+        for rate in regime.tuning_rates
+        for seed in second.TUNING_SEEDS
+    ]
 
 
 @pytest.mark.parametrize("table_name", second.REGIMES)
-def test_tuning_runs_of_the_second_part_are_the_protocols(table_name: str) -> None:
-    runs = second.tuning_runs(table_name, seed=100)
-    assert len({identity_of(run) for run in runs}) == len(runs) == 15 * len(second.REGIMES[table_name].tuning_rates)
-    assert len({run.name for run in runs}) == len(runs)
+def test_each_tuning_run_of_the_second_part_has_one_configuration(table_name: str) -> None:
+    tried = second_analysis.candidates(table_name, page.read_tables(DOCS / "results")[table_name])
+    assert len(tried) == 15 and all(one.complete and one.size == 4 * len(one.runs) for one in tried)
 
 
-@pytest.mark.parametrize(("method", "number"), [("proximal", 2), ("bounded-penalty", 0), ("clip", 1)])
-def test_collect_knows_the_tuning_runs_of_the_second_part(tmp_path: Path, method: str, number: int) -> None:
-    csv = tmp_path / "second-a.csv"
-    run = second_run(tmp_path / "run", method, number)
-    assert collect([run], csv, exploratory=False) == (1, 0)
-    (row,) = table.read_csv(csv)
-    assert row.phase == "tuning"
-    tried = second_analysis.candidates("second-a", [row])
-    assert [(one.method, one.changes) for one in tried if one.size] == [
-        (method, second.METHODS[method].configurations[number])
-    ]
-    counted = second_run(tmp_path / "counted", method, number, seed=20)
-    collect([counted], csv, exploratory=False)
-    assert sorted(row.phase for row in table.read_csv(csv)) == ["counted", "tuning"]
+@pytest.mark.parametrize("written", ["0.5", "0.50", "5e-1"])
+def test_candidates_knows_a_number_however_it_is_written(written: str) -> None:
+    (row, *_) = tuning_rows("second-a", "proximal", 1, 0.5)
+    settings = tuple((name, written if name == "kl_bound" else value) for name, value in row.settings)
+    (found,) = [one for one in second_analysis.candidates("second-a", [replace(row, settings=settings)]) if one.size]
+    assert (found.method, found.changes) == ("proximal", second.METHODS["proximal"].configurations[1])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("method", "changes"),
     [
-        ({"settings": {"kl_bound": 0.4}}, "the protocol has no such configuration in second-a"),
-        ({"settings": {"eval_size": 4}}, "the protocol has no such configuration in second-a"),
-        ({"seed": 0}, "the protocol has no run in second-a with learning rate 0.0003 and seed 0"),
-        ({"settings": {"learning_rate": 1e-3}}, "no run in second-a with learning rate 0.001 and seed 100"),
+        ("proximal", {"settings": {"kl_bound": "0.4"}}),
+        ("proximal", {"settings": {"constraint": "batch"}}),
+        ("penalty", {"settings": {"surrogate_kwargs.clip": "1"}}),
+        ("clip", {"settings": {"epsilon": ""}}),
+        ("clip", {"settings": {"rollout_delay": ""}}),
+        ("clip", {"surrogate": "none"}),
+        ("clip", {"regime": "sparse-signal"}),
     ],
 )
-def test_collect_refuses_what_the_second_part_has_not(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    run = second_run(tmp_path / "run", "proximal", 0, **changes)
-    with pytest.raises(ValueError, match=message):
-        collect([run], tmp_path / "second-a.csv", exploratory=False)
+@pytest.mark.parametrize("phase", ["tuning", "counted"])
+def test_candidates_refuses_what_the_second_part_has_not(method: str, changes: dict[str, Any], phase: Phase) -> None:
+    (row, *_) = tuning_rows("second-d", method, 0, 0.5)
+    settings = dict(row.settings) | changes.get("settings", {})
+    changes = {**changes, "settings": tuple((name, value) for name, value in settings.items() if value)}
+    with pytest.raises(ValueError, match=r"second-d: a .* run of .* has a configuration that the protocol does not"):
+        second_analysis.candidates("second-d", [replace(row, phase=phase, **changes)])
+
+
+@pytest.mark.parametrize(("setting", "text"), [(("solver", "bisection"), "bisection"), (("tail", "floor"), "floor")])
+def test_candidates_refuses_runs_that_differ_in_another_setting(setting: tuple[str, str], text: str) -> None:
+    first, *others = tuning_rows("second-a", "troll", 0, 0.5)
+    first = replace(first, settings=tuple((dict(first.settings) | dict([setting])).items()))
+    with pytest.raises(ValueError, match=rf"troll with seed 101 has {setting[0]}=.*{text}, but no configuration of"):
+        second_analysis.candidates("second-a", [first, *others])
 
 
 def test_second_part_chooses_the_best_configuration_of_complete_tuning_runs() -> None:
     rows = []
     for method, number, mean in [("troll", 0, 0.25), ("troll", 1, 0.5), ("troll", 2, 0.5), ("clip", 0, 0.75)]:
-        configuration = second.METHODS[method].configurations[number]
-        for planned in second.plan("second-a", method, configuration, [1e-4, 3e-4], seed=0):
-            _, surrogate, rate, settings, _ = identity_of(planned)
-            rows += [result(surrogate, rate, seed, mean, settings=settings, phase="tuning") for seed in range(100, 104)]
+        rows += tuning_rows("second-a", method, number, mean)
     chosen = second_analysis.chosen(second_analysis.candidates("second-a", rows))
     assert {method: one.changes for method, one in chosen.items()} == {"troll": {"kl_bound": "0.2"}}
     shown = tables.second_tuning("second-a", rows)
     assert shown.startswith("*(a) 8 updates a rollout: 32 of 120 tuning runs; nothing is chosen before all are there.*")
     assert "| TROLL | `kl_bound=0.2` | 50.0 ± 0.0 (4) | 50.0 ± 0.0 (4) | 50.0 | yes |" in shown
-
-
-@functools.cache
-def tuning_identities(table_name: str, method: str, number: int) -> list[tuple]:
-    """The identities of a configuration's tuning runs with one seed: a recipe takes long to load."""
-    regime, changes = second.REGIMES[table_name], second.METHODS[method].configurations[number]
-    return [identity_of(run) for run in second.plan(table_name, method, changes, regime.tuning_rates, seed=0)]
 
 
 def second_rows(table_name: str, means: dict[str, list[float]], chosen: int = 0) -> list[Result]:
@@ -398,17 +426,17 @@ def second_rows(table_name: str, means: dict[str, list[float]], chosen: int = 0)
     regime, rows = second.REGIMES[table_name], []
     for method, changes in second.configurations():
         number = second.METHODS[method].configurations.index(changes)
-        for _, surrogate, rate, settings, _ in tuning_identities(table_name, method, number):
-            for seed in second.TUNING_SEEDS:
-                success = 0.5 if number == chosen else 0.25
-                rows.append(result(surrogate, rate, seed, success, phase="tuning", settings=settings))
+        tuning = tuning_rows(table_name, method, number, 0.5 if number == chosen else 0.25)
+        rows += tuning
         if number == chosen:
             for rate, mean in zip(regime.rates, means[method], strict=True):
                 rows += [
-                    result(surrogate, rate, seed, mean, settings=settings, success_after=mean + seed % 3 / 64)
+                    replace(
+                        tuning[0], phase="counted", learning_rate=rate, seed=seed, success_after=mean + seed % 3 / 64
+                    )
                     for seed in regime.seeds
                 ]
-    return [replace(row, regime=regime.recipe) for row in rows]
+    return rows
 
 
 EQUAL = {method: [0.25, 0.5, 0.25] for method in second.METHODS}
@@ -481,7 +509,7 @@ def test_page_shows_the_second_parts_runs_tests_and_differences(tmp_path: Path) 
         fill(rows, tmp_path, "{{second-b regression}}")
 
 
-def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration(tmp_path: Path) -> None:
+def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration() -> None:
     rows = second_rows("second-d", EQUAL, chosen=1)
     other = [row for row in second_rows("second-d", EQUAL, chosen=0) if row.phase == "counted"]
     with pytest.raises(ValueError, match="second-d: a counted run of clip with seed 20 has a configuration that the"):
@@ -489,27 +517,22 @@ def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration(tmp_pat
     counted = next(row for row in rows if row.phase == "counted")
     with pytest.raises(ValueError, match=r"second-d: counted runs at 0\.001, which the protocol adds only when"):
         second_analysis.contest("second-d", [*rows, replace(counted, learning_rate=1e-3)])
-    csv = tmp_path / "second-d.csv"
-    with pytest.raises(ValueError, match=r"seed 20 counts, but the tuning of proximal, troll, .* is not complete"):
-        run_second(csv, [20], tmp_path / "runs", None)
-    csv.write_text(table.to_csv(table.merge([], rows)))
-    assert run_second(csv, [second.TUNING_SEEDS[0], 20], tmp_path / "runs", None) == ("finished", 0)
 
 
 def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> None:
     one, same = run_folder(tmp_path / "one"), run_folder(tmp_path / "same")
     with pytest.raises(ValueError, match=r"one and .*same are the same run: name one of them only"):
-        collect([one, same], tmp_path / "new.csv", exploratory=False)
-    collect([one], tmp_path / "new.csv", exploratory=False)
+        collect([one, same], tmp_path / "new.csv", phase="counted")
+    collect([one], tmp_path / "new.csv", phase="counted")
     with pytest.raises(ValueError, match=r"same is in .*new\.csv as a counted run: collect it as such"):
-        collect([same], tmp_path / "new.csv", exploratory=True)
+        collect([same], tmp_path / "new.csv", phase="exploratory")
     assert table.read_csv(tmp_path / "new.csv")[0].phase == "counted"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "my-own"}, "my-own is no recipe of the package"),
+        ({"recipe": "my-own"}, "my-own is no recipe of the package or in .*recipes"),
         ({"rollouts": 3}, "in 2 lines for 3 rollouts: set logging_steps"),
         ({"settings": {"per_device_train_batch_size": 3}}, "is no share of 24 completions"),
         ({"success_after": 0.75}, "is not the success_after of summary.json"),
@@ -521,14 +544,14 @@ def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> Non
 def test_a_run_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     run = run_folder(tmp_path / "run", **changes)
     with pytest.raises(ValueError, match=message):
-        collect([run], tmp_path / "new.csv", exploratory=True)
+        collect([run], tmp_path / "new.csv", phase="exploratory")
     assert not (tmp_path / "new.csv").exists()
 
 
 def test_a_run_without_verdicts_has_its_success_only(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     (run / "verdicts.json").unlink()
-    collect([run], tmp_path / "new.csv", exploratory=False)
+    collect([run], tmp_path / "new.csv", phase="counted")
     (row,) = table.read_csv(tmp_path / "new.csv")
     assert (row.eval_size, row.success_after, row.verdicts, row.questions) == (4, 0.5, "", "")
 
@@ -810,7 +833,7 @@ def test_labels_at_one_height_are_moved_apart() -> None:
 
 def test_command_collects_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     run, csv = run_folder(tmp_path / "run"), tmp_path / "results" / "new.csv"
-    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv)])
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv), "--phase", "counted"])
     assert command.main() == 0
     assert "new.csv: 1 runs added or replaced; 0 are not finished" in capsys.readouterr().out
     assert table.read_csv(csv)[0].phase == "counted"

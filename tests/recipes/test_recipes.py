@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments import RECIPES
 from troll import recipes
 from troll.files import json_text
 from troll.recipes import RecipeError
@@ -27,13 +28,15 @@ def test_overrides_win_over_the_recipe() -> None:
     assert recipe.task.options == {"max_terms": 4}
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize(
+    "name", [*recipes.names(), *sorted(map(str, RECIPES.glob("*.yaml")))], ids=lambda name: Path(name).stem
+)
 def test_shipped_recipes_are_off_policy_and_load_to_the_same_settings_when_saved(tmp_path: Path, name: str) -> None:
     point = [*on_cpu(name), *one_point(name)]
     training = recipes.load(name, point).training
     assert not training.always_on_policy
     assert training.kl_bound == (0.01 if name == "ablation-kl-bound" else 0.05)
-    updates = 32 if name == "sparse-signal-32-updates" else 8
+    updates = 32 if name.endswith("sparse-signal-32-updates.yaml") else 8
     assert training.updates_per_rollout == updates
     assert training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
     more = [] if "--kl_bound" in point else ["--kl_bound", "0.2"]
@@ -245,7 +248,7 @@ def test_other_numbers_that_train_nothing_right_are_refused(tmp_path: Path, line
 
 
 def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
-    recipe = recipes.load("sparse-signal", ["--task_options.min_terms", "2", "--critic_kwargs.learning_rate=1e-4"])
+    recipe = recipes.load("quickstart", ["--task_options.min_terms", "2", "--critic_kwargs.learning_rate=1e-4"])
     options = recipe.task.task_options
     assert isinstance(options, dict) and (options["min_terms"], options["max_terms"]) == (2, 3)
     assert recipe.settings["critic_kwargs"] == {"learning_rate": 1e-4}

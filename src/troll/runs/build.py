@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from safetensors import SafetensorError
 from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, ProgressCallback
 from trl import get_peft_config, get_quantization_config
@@ -16,16 +14,14 @@ from trl import get_peft_config, get_quantization_config
 from troll.evaluation.training_task import TrainingTask
 from troll.recipes import Recipe, RecipeError
 from troll.runs.folders import checkpoint_of
-from troll.runs.memory import UnknownMemory
-from troll.runs.plan import GIB, Plan, this_machine
 from troll.runs.publishing import check_back_ends, check_hub
 from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY, TOY_MODELS
 from troll.tasks import Task, load_task
-from troll.tasks.chat_template import longest_prompt, prompt_texts
+from troll.tasks.chat_template import prompt_texts
 from troll.tasks.custom import load_function
 from troll.tasks.loading import decontaminate
-from troll.terminal import one_line, say
+from troll.terminal import one_line
 from troll.trl import TrollTrainer
 from troll.trl.checks import refuse_few_rows
 
@@ -53,8 +49,8 @@ class BuiltRun:
     trainer: TrollTrainer
 
 
-def build(recipe: Recipe, folder: Path, console: Console) -> BuiltRun:
-    """Checks a recipe, loads its model and tasks, prints the memory that the run needs, and makes the trainer.
+def build(recipe: Recipe, folder: Path) -> BuiltRun:
+    """Checks a recipe, loads its model and tasks, and makes the trainer.
 
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, or a
@@ -79,7 +75,6 @@ def build(recipe: Recipe, folder: Path, console: Console) -> BuiltRun:
     for each in (task, *others):
         if "images" not in each.eval_dataset.column_names:  # as TRL will: some templates refuse some conversations
             prompt_texts(processor, [each.eval_dataset.select_columns("prompt")[0]["prompt"]], each.name, variables)
-    _say_memory(recipe, path, [task, *others], processor, variables, console)
     trainer = _trainer(recipe, path, processor, task, rollout_func)
     # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
@@ -118,31 +113,6 @@ def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
     task = load_task(recipe.task, conversational=conversational, for_training=True)
     others = [load_task(config, conversational=conversational) for config in recipe.task.other_tasks()]
     return (decontaminate(task, others) if others else task), others
-
-
-def _say_memory(
-    recipe: Recipe,
-    model_path: str,
-    tasks: Sequence[Task],
-    processor: PreTrainedTokenizerBase | ProcessorMixin,
-    variables: dict[str, Any],
-    console: Console,
-) -> None:
-    """Prints the estimate of the memory that the run needs; it can be several times too large, and refuses nothing."""
-    found = Plan(recipe, this_machine(recipe.training), model_path, longest_prompt(tasks, processor, variables))
-    main = recipe.training.process_index == 0
-    try:
-        lines = found.lines()
-    except UnknownMemory as error:
-        if main:
-            warnings.warn(str(error), stacklevel=2)
-        return
-    if main:
-        for line in lines:
-            say(console, line)
-        if not found.fits:
-            most = f"{max(found.totals) / GIB:.3g} GiB, and {found.machine.name} is all there is"
-            warnings.warn(f"the run may take {most}; the estimate can be several times too large", stacklevel=2)
 
 
 def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:

@@ -72,7 +72,7 @@ def train(recipe: Recipe, console: Console) -> bool:
     folder, holder = Path(recipe.training.output_dir or "trainer_output"), "another troll train"
     main = recipe.training.process_index == 0
     with locked(folder, LOCK, holder=holder, error=RecipeError) if main else contextlib.nullcontext():
-        return _train(build(recipe, folder, console), console)
+        return _train(build(recipe, folder), console)
 
 
 def _train(run: BuiltRun, console: Console) -> bool:

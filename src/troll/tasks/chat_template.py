@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from troll.tasks.registry import Task, TaskError
+from troll.tasks.registry import TaskError
 from troll.terminal import one_line
 
 
@@ -35,15 +35,3 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[Any], task: str, variables: M
             f"the model's chat template does not take the prompts of {task}: {one_line(error)}; check "
             "--chat_template_kwargs, and the task option system_prompt"
         ) from error
-
-
-def longest_prompt(tasks: Sequence[Task], processor: Any, variables: Mapping[str, Any]) -> int | None:
-    """The tokens of the longest prompt of all rows of some tasks, see `prompt_texts`; None if prompts have images."""
-    rows = [(task.name, data) for task in tasks for data in (task.train_dataset, task.eval_dataset) if len(data)]
-    if any({"image", "images"} & set(data.column_names) for _, data in rows):
-        return None
-    # Tokens are counted for a few prompts of each data set, the longest in characters.
-    longest = [(name, sorted(data["prompt"], key=lambda prompt: len(str(prompt)))[-16:]) for name, data in rows]
-    texts = [text for name, prompts in longest for text in prompt_texts(processor, prompts, name, variables)]
-    # One text at a time, in a list: of a text without one, processors make a list all the same, and tokenizers do not.
-    return max((len(processor(text=[text])["input_ids"][0]) for text in texts), default=None)

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 import troll
-from troll.runs import memory
-from troll.runs.memory import Batch, Network, UnknownMemory, optimiser_bytes
+from benchmarks import memory_without_data as memory
+from benchmarks.memory_without_data import Batch, Network, UnknownMemory, optimiser_bytes
 
-#: How far an estimate may be from the allocator's peak. docs/plan.md states it.
+#: How far an estimate may be from the allocator's peak. docs/performance.md states it.
 ACCURACY = 0.15
 
 ROWS, PROMPT, COMPLETION, TOP_K = 4, 32, 96, 16

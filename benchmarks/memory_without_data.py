@@ -1,7 +1,7 @@
 """Measures the peak memory of a model by running it on tensors that have a shape and a dtype, but no data.
 
 torch's `FakeTensorMode` computes with such tensors, and its `MemTracker` counts the bytes of those that exist at the
-same time. Nothing is downloaded, and a model of any size is measured in seconds. `troll.runs.plan` combines the
+same time. Nothing is downloaded, and a model of any size is measured in seconds. `benchmarks.memory` combines the
 measurements.
 """
 

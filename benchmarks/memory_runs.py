@@ -1,4 +1,4 @@
-"""The estimates of `troll plan` against what whole runs allocate on a GPU, with random weights of real shapes."""
+"""The estimates of `benchmarks.memory` against whole runs on a GPU with random weights of real shapes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from benchmarks.memory import GIB, PHASES, SHAPES, Estimate, Machine
 from troll import recipes
-from troll.runs.plan import GIB, PHASES, Plan, this_machine
+from troll.recipes import Recipe
 from troll.runs.toy_model import character_tokenizer
 from troll.runs.train import train
 from troll.tasks import load_task
-from troll.tasks.chat_template import longest_prompt
 from troll.terminal import silence_libraries
 
 QWEN3, SMOLLM2 = "Qwen--Qwen3-0.6B", "HuggingFaceTB--SmolLM2-135M-Instruct"
-#: A shape that ships with the recipes, the longest completion, the micro-batch, and other settings.
+#: A shape, the longest completion, the micro-batch, and other settings.
 CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "Qwen3-0.6B, all weights": (QWEN3, 256, 16, ()),
     "Qwen3-0.6B, all weights, checkpointing": (QWEN3, 256, 64, ("--gradient_checkpointing", "true")),
@@ -53,31 +53,31 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Prints a line for each case as soon as it has been measured, and returns rows; no run is repeated.
 
     Raises:
-        SystemExit: If the device is a CPU, where `tests/runs/test_plan.py` compares the two.
+        SystemExit: If the device is a CPU, where `tests/test_memory.py` compares the two.
     """
     if device == "cpu":
-        raise SystemExit("plan measures a GPU; on a CPU: pytest -m slow tests/runs/test_plan.py")
+        raise SystemExit("memory_runs measures a GPU; on a CPU: pytest -m slow tests/test_memory.py")
     rows = []
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawned, max_tasks_per_child=1) as processes:  # so that no run sees another's memory
         for name, case in CASES.items():
             row = {"case": name, **processes.submit(_run, *case).result()}
             rows.append(row)
-            planned, allocated, reserved = (row[key] / GIB for key in ("planned", "allocated", "reserved"))
+            estimated, allocated, reserved = (row[key] / GIB for key in ("estimated", "allocated", "reserved"))
             Console().print(
-                f"{name}: planned {planned:.2f} GiB ({row['phase']}), allocated {allocated:.2f} "
-                f"({planned / allocated:.2f}), reserved {reserved:.2f}",
+                f"{name}: estimated {estimated:.2f} GiB ({row['phase']}), allocated {allocated:.2f} "
+                f"({estimated / allocated:.2f}), reserved {reserved:.2f}",
                 highlight=False,
             )
     return rows
 
 
 def _run(shape: str, completion: int, rows: int, changes: Sequence[str]) -> dict[str, Any]:
-    """Trains, and returns the planned and the measured bytes."""
+    """Trains, and returns the estimated and the measured bytes."""
     silence_libraries()
     tokenizer = character_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        config = AutoConfig.from_pretrained(recipes.FOLDER / "shapes" / f"{shape}.json")
+        config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         with torch.device("cuda"):
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(f"{folder}/model")
@@ -90,16 +90,23 @@ def _run(shape: str, completion: int, rows: int, changes: Sequence[str]) -> dict
         }
         options = [text for name, value in settings.items() for text in (f"--{name}", value)]
         recipe = recipes.load("quickstart", [*options, *changes])
-        prompt = longest_prompt([load_task(recipe.task)], tokenizer, {})
-        plan = Plan(recipe, this_machine(recipe.training), f"{folder}/model", prompt)
-        planned = dict(zip(PHASES, plan.totals, strict=True))
+        machine = Machine(torch.cuda.get_device_properties(0).total_memory)
+        found = Estimate(recipe, machine, longest_prompt(recipe, tokenizer))
+        estimated = dict(zip(PHASES, found.totals, strict=True))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         train(recipe, Console(quiet=True))
     return {
-        "phase": max(planned, key=lambda phase: planned[phase]),
-        "planned": max(planned.values()),
-        "phases": planned,
+        "phase": max(estimated, key=lambda phase: estimated[phase]),
+        "estimated": max(estimated.values()),
+        "phases": estimated,
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
     }
+
+
+def longest_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokens of the longest prompt of a recipe whose prompts are plain texts."""
+    task = load_task(recipe.task)
+    prompts = [*task.train_dataset["prompt"], *task.eval_dataset["prompt"]]
+    return max(len(ids) for ids in tokenizer(prompts)["input_ids"])
