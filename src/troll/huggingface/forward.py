@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from troll.huggingface.head import opened_head
+from troll.huggingface.positions import with_positions
+from troll.huggingface.routers import load_balancing_loss
 from troll.huggingface.token_ids import check_token_ids
 from troll.trust_region.reading.head import LMHead
 
@@ -78,7 +80,8 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
     Args:
         model: A model for `accept_requests`, which is called first.
         request: What to read.
-        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images.
+        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images. Position ids follow from the
+            mask, see `with_positions`.
 
     Raises:
         ValueError: If the model's head cannot be read, or a token id has no embedding (found on a CPU only).
@@ -132,6 +135,7 @@ def accept_requests(model: nn.Module) -> None:
         if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
             kwargs.setdefault("output_router_logits", True)
         kwargs["use_cache"] = False
+        kwargs = with_positions(self, kwargs)
         outputs = self.base_model(*args, **kwargs)
         if not checked:
             checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
@@ -190,12 +194,7 @@ def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, A
     tensors, vocab_size = _read_head(model, hidden[tuple(x.to(hidden.device) for x in request.at)], request)
     aux_loss: Any = None
     if kwargs.get("output_router_logits"):
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        config = model.config.get_text_config()
-        aux_loss = load_balancing_loss_func(
-            outputs.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
-        )
+        aux_loss = load_balancing_loss(model, outputs.router_logits, kwargs.get("attention_mask"))
     return ReadingOutput(tensors=tensors, vocab_size=vocab_size, aux_loss=aux_loss)
 
 
