@@ -58,6 +58,14 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "n_groups": 1},
     "mimo_v2_flash": {"num_key_value_heads": 1},
+    "ministral3": {  # rotary positions, and queries whose scale depends on the position itself
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 4,
+        }
+    },
     "reformer": {
         "attn_layers": ["local", "local"],
         "axial_pos_shape": [8, 8],

@@ -16,7 +16,7 @@ from troll.huggingface.positions import with_positions
 PADDING, LENGTH = 5, 9
 
 #: Models with learned, sinusoidal, rotary and relative positions, without positions, and recurrent ones.
-QUICK = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "llama", "mamba", "opt", "qwen3_5_text", "xglm")
+QUICK = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "llama", "mamba", "ministral3", "opt", "xglm")
 
 #: Models that count from the first column and take no position ids, and one that reads padding like any token.
 #: `generate` has the same positions, so that the old policy is still the sampler's.

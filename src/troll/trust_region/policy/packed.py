@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.checks import shape_text
-from troll.trust_region.policy.sparse import SparsePolicy, check_alike
+from troll.trust_region.policy.sparse import SparsePolicy, check_alike, leave_inference_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,9 @@ class PackedPolicy:
     vocab_size: int
     mass_threshold: float
     truncated: bool = False
+
+    def __post_init__(self) -> None:
+        leave_inference_mode(self)
 
     @classmethod
     def of(cls, policy: SparsePolicy) -> PackedPolicy:
