@@ -1,5 +1,6 @@
 """Rows padded on the left are read like rows without padding, by every architecture of text."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from tests.huggingface.architectures import KINDS, VOCABULARY, small_model
 from tests.tolerance import rounding, within
-from tests.trl import tiny, vision
+from tests.trl import vision
 from troll import huggingface
-from troll.huggingface.positions import with_positions
+from troll.huggingface.positions import from_zero, positions_of, with_positions, without_gaps
 
 PADDING, LENGTH = 5, 9
 
@@ -81,20 +82,39 @@ def test_position_ids_that_are_given_are_kept():
     assert (given - read(model, inputs)[0]).abs().max() > 0.01
 
 
-def test_position_ids_are_those_of_generate():
-    model = small_model("gpt2")
+def test_positions_from_zero_are_those_of_generate():
+    model: Any = small_model("gpt2")
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
     inputs = {"input_ids": torch.ones_like(mask), "attention_mask": mask}
     expected = model._prepare_position_ids_for_generation(mask, inputs)
-    assert torch.equal(with_positions(model, inputs)["position_ids"], expected)
+    assert torch.equal(with_positions(inputs, from_zero)["position_ids"], expected)
     whole = {"input_ids": torch.ones_like(mask)}
-    assert with_positions(model, whole) is whole
+    assert with_positions(whole, from_zero) is whole
+
+
+def test_positions_without_gaps_are_columns_where_there_is_none():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1]])
+    expected = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 3]])
+    tokens = mask.bool()
+    assert torch.equal(without_gaps(mask)[tokens], expected[tokens])
+    assert torch.equal(without_gaps(mask)[0], expected[0])
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
 def test_a_vision_language_model_makes_its_own_positions(family):
-    inputs = padded(rows())
-    assert with_positions(vision.make_model(family), inputs) is inputs
+    assert positions_of(vision.make_model(family)) is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_padding_between_prompt_and_completion_is_no_gap(kind):
+    model, inputs = small_model(kind), rows()
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    parted = {
+        name: torch.cat([x[:, :4], torch.full((1, PADDING), fill[name]), x[:, 4:]], -1) for name, x in inputs.items()
+    }
+    for one, other in zip(read(model, parted), read(model, inputs), strict=True):
+        # The first label after the padding is predicted by padding.
+        torch.testing.assert_close(one[:, 4:], other[:, 4:], rtol=0, atol=ERROR)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -104,9 +124,44 @@ def test_the_prefix_of_an_adapter_comes_before_the_first_position(kind):
     assert difference(model) <= within(ERROR)
 
 
-def test_rows_without_padding_have_the_same_bits_with_a_mask_as_without():
-    model = tiny.make_model("llama").eval()
-    inputs = rows()
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rows_without_padding_have_the_same_bits_with_a_mask_as_without(kind):
+    model, inputs = small_model(kind), rows()
     masked = read(model, inputs)
     plain = read(model, {name: x for name, x in inputs.items() if name != "attention_mask"})
     assert all(torch.equal(one, other) for one, other in zip(masked, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_rotary_models_read_padded_rows_with_the_bits_of_the_model_itself(kind):
+    model, inputs = small_model(kind), padded(rows())
+    columns = torch.arange(PADDING + LENGTH).expand(1, -1)
+    given = read(model, inputs | {"position_ids": columns})
+    assert all(torch.equal(one, other) for one, other in zip(read(model, inputs), given, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
+)
+def test_models_count_from_zero_if_a_shift_of_all_positions_changes_their_logits(kind):
+    model: Any = small_model(kind)
+    rule = positions_of(model)
+    assert rule is positions_of(model.base_model)
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        assert rule is None
+        return
+    columns = torch.arange(LENGTH).unsqueeze(0)
+    inputs = {"input_ids": rows()["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        first, second = (model(**inputs, position_ids=x).logits.log_softmax(-1) for x in (columns, columns + 7))
+    if float((first - second).abs().max()) > within(ERROR):
+        assert rule is from_zero
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_length_count_from_zero(rope_type):
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {name: [1.0] * 8 for name in ("short_factor", "long_factor")}
+    model = small_model("llama", rope_parameters=rope)
+    assert positions_of(model) is (without_gaps if rope_type == "default" else from_zero)

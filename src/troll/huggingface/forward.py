@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from troll.huggingface.head import opened_head
-from troll.huggingface.positions import with_positions
+from troll.huggingface.positions import positions_of, with_positions
 from troll.huggingface.routers import load_balancing_loss
 from troll.huggingface.token_ids import check_token_ids
 from troll.trust_region.reading.head import LMHead
@@ -80,8 +80,8 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
     Args:
         model: A model for `accept_requests`, which is called first.
         request: What to read.
-        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images. Position ids follow from the
-            mask, see `with_positions`.
+        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images. Without position ids, they
+            follow from the mask.
 
     Raises:
         ValueError: If the model's head cannot be read, or a token id has no embedding (found on a CPU only).
@@ -114,6 +114,7 @@ def accept_requests(model: nn.Module) -> None:
     function = bound.__func__ if getattr(bound, "__self__", None) is base else None
     # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
     mixed = hasattr(base, "_original_forward")
+    positions = positions_of(base)
     checked = False
 
     # The signature stays the model's: `generate` validates its arguments against it. The frame itself is not compiled,
@@ -135,7 +136,8 @@ def accept_requests(model: nn.Module) -> None:
         if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
             kwargs.setdefault("output_router_logits", True)
         kwargs["use_cache"] = False
-        kwargs = with_positions(self, kwargs)
+        if positions is not None:
+            kwargs = with_positions(kwargs, positions)
         outputs = self.base_model(*args, **kwargs)
         if not checked:
             checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
@@ -172,6 +174,18 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: If there is none, or it has no head.
     """
+    inner = unwrapped(model)
+    if inner.get_output_embeddings() is None or inner.base_model is inner:
+        raise ValueError(f"model must have a language-modelling head on a backbone, got {type(inner).__name__}")
+    return inner
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`.
+
+    Raises:
+        ValueError: If there is none.
+    """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # PEFT
@@ -182,8 +196,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
             inner = inner.module
         else:
             raise ValueError(f"model must be a causal language model of transformers, got {type(inner).__name__}")
-    if inner.get_output_embeddings() is None or inner.base_model is inner:
-        raise ValueError(f"model must have a language-modelling head on a backbone, got {type(inner).__name__}")
     return inner
 
 

@@ -14,7 +14,7 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 
 from troll.huggingface.adapters import refuse_merging
-from troll.huggingface.forward import causal_lm
+from troll.huggingface.forward import unwrapped
 from troll.huggingface.policies import read_tokens, scatter
 from troll.huggingface.positions import positions_from_mask
 from troll.huggingface.token_ids import without_embedding
@@ -88,7 +88,7 @@ class TrollTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         for scored in (self.model, self.ref_model):  # by TRL, which gives no position ids
             if scored is not None:
-                positions_from_mask(causal_lm(scored))
+                positions_from_mask(unwrapped(scored))
         seam.name_experts(self)
         checks.refuse_columns(self)
         head = self.model.get_output_embeddings()
