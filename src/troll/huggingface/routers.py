@@ -34,7 +34,8 @@ def load_balancing_loss(model: Any, router_logits: Any, attention_mask: Tensor |
     tokens, experts = router_logits[0].shape
     if attention_mask is not None:
         attention_mask = attention_mask[:, -(tokens // len(attention_mask)) :]
-    return load_balancing_loss_func(router_logits, experts, _experts_per_token(model), attention_mask)
+    loss: Any = load_balancing_loss_func(router_logits, experts, _experts_per_token(model), attention_mask)
+    return loss
 
 
 def _experts_per_token(model: Any) -> int:
