@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 
 def load_balancing_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
@@ -24,6 +23,8 @@ def load_balancing_loss(model: Any, router_logits: Any, attention_mask: Tensor |
     Raises:
         ValueError: If the routers do not score experts one by one.
     """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     if not router_logits:
         return torch.zeros((), device=next(model.parameters()).device)
     if any(logits.dim() != 2 for logits in router_logits):
