@@ -77,6 +77,22 @@ def test_padding_is_masked_and_more_inputs_go_to_the_model():
     torch.testing.assert_close(padded.log_prob[:, 2:], plain.log_prob, rtol=1e-4, atol=within(1e-5))
 
 
+def test_a_policy_of_inference_mode_has_the_step_of_any_other():
+    model, inputs = tiny.make_model("llama"), batch()
+    steps = []
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            old = captured(model, inputs)
+        for step in (
+            huggingface.trust_region_step(model, **inputs, old=old),
+            troll.trust_region_step(logits_of(model, inputs, 1.0), troll.PackedPolicy.of(old).unpack()),
+        ):
+            step.log_ratio.sum().backward()
+            steps.append((step.log_ratio.detach(), gradients(model)))
+            model.zero_grad()
+    torch.testing.assert_close(steps[:2], steps[2:], rtol=0, atol=0)
+
+
 def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
     model, inputs = tiny.make_model("llama"), batch()
     mask, truncation = scored(inputs), Truncation(top_p=0.9)

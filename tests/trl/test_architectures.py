@@ -44,6 +44,31 @@ def test_a_mixture_of_experts_trains(make, architecture):
         assert names <= moved
 
 
+@pytest.mark.parametrize("architecture", ["granitemoe", "granitemoeshared", "phimoe"])
+def test_the_experts_of_a_configuration_may_have_another_name(make, architecture):
+    """By the trust region the routers' loss is read with the policy, and by the clip it is TRL's own."""
+    changes: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    first = []
+    for surrogate in ("troll", "clip"):
+        trainer = make(model=tiny.make_model(architecture, **changes).train(), surrogate=surrogate)
+        trainer.train()
+        first.append(logged(trainer, "aux_loss")[0])
+        assert "num_experts" not in trainer.model.config.to_dict()
+    assert first[0] > 0
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_a_mixture_without_experts_trains_without_a_loss_of_routers(make, surrogate):
+    """Granite's dense models have the configuration of its mixtures."""
+    changes: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0, "router_aux_loss_coef": 0.1}
+    changes |= {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention", "attention"]}
+    trainer = make(model=tiny.make_model("granitemoehybrid", **changes).train(), surrogate=surrogate)
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 4
+    assert not logged(trainer, "aux_loss")
+
+
 def vision_trainer(make: tiny.Maker, family: str, **settings: Any) -> TrollTrainer:
     data = {"train_dataset": vision.make_dataset(), "processing_class": vision.make_processor(family)}
     return make(model=vision.make_model(family), kl_bound=BOUND, **data, **settings)

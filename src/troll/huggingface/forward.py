@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from troll.huggingface.head import opened_head
+from troll.huggingface.positions import positions_of, with_positions
+from troll.huggingface.routers import load_balancing_loss
 from troll.huggingface.token_ids import check_token_ids
 from troll.trust_region.reading.head import LMHead
 
@@ -78,7 +80,8 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
     Args:
         model: A model for `accept_requests`, which is called first.
         request: What to read.
-        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images.
+        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images. Without position ids, they
+            follow from the mask.
 
     Raises:
         ValueError: If the model's head cannot be read, or a token id has no embedding (found on a CPU only).
@@ -111,6 +114,7 @@ def accept_requests(model: nn.Module) -> None:
     function = bound.__func__ if getattr(bound, "__self__", None) is base else None
     # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
     mixed = hasattr(base, "_original_forward")
+    positions = positions_of(base)
     checked = False
 
     # The signature stays the model's: `generate` validates its arguments against it. The frame itself is not compiled,
@@ -132,6 +136,8 @@ def accept_requests(model: nn.Module) -> None:
         if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
             kwargs.setdefault("output_router_logits", True)
         kwargs["use_cache"] = False
+        if positions is not None:
+            kwargs = with_positions(kwargs, positions)
         outputs = self.base_model(*args, **kwargs)
         if not checked:
             checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
@@ -168,6 +174,18 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: If there is none, or it has no head.
     """
+    inner = unwrapped(model)
+    if inner.get_output_embeddings() is None or inner.base_model is inner:
+        raise ValueError(f"model must have a language-modelling head on a backbone, got {type(inner).__name__}")
+    return inner
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`.
+
+    Raises:
+        ValueError: If there is none.
+    """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # PEFT
@@ -178,8 +196,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
             inner = inner.module
         else:
             raise ValueError(f"model must be a causal language model of transformers, got {type(inner).__name__}")
-    if inner.get_output_embeddings() is None or inner.base_model is inner:
-        raise ValueError(f"model must have a language-modelling head on a backbone, got {type(inner).__name__}")
     return inner
 
 
@@ -190,12 +206,7 @@ def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, A
     tensors, vocab_size = _read_head(model, hidden[tuple(x.to(hidden.device) for x in request.at)], request)
     aux_loss: Any = None
     if kwargs.get("output_router_logits"):
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        config = model.config.get_text_config()
-        aux_loss = load_balancing_loss_func(
-            outputs.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
-        )
+        aux_loss = load_balancing_loss(model, outputs.router_logits, kwargs.get("attention_mask"))
     return ReadingOutput(tensors=tensors, vocab_size=vocab_size, aux_loss=aux_loss)
 
 

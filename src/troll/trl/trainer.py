@@ -14,7 +14,9 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 
 from troll.huggingface.adapters import refuse_merging
+from troll.huggingface.forward import unwrapped
 from troll.huggingface.policies import read_tokens, scatter
+from troll.huggingface.positions import positions_from_mask
 from troll.huggingface.token_ids import without_embedding
 from troll.trl import checks, sampling, seam
 from troll.trl.advantages.rollouts import Advantages
@@ -85,6 +87,10 @@ class TrollTrainer(GRPOTrainer):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         args = self.args = sampling.settle(self)
+        for scored in (self.model, self.ref_model):  # by TRL, which gives no position ids
+            if scored is not None:
+                positions_from_mask(unwrapped(scored))
+        seam.name_experts(self)
         checks.refuse_columns(self)
         head = self.model.get_output_embeddings()
         if hasattr(head, "token_adapter"):  # of trainable_token_indices; TRL asks for a bias, which PEFT leaves out

@@ -128,7 +128,6 @@ class Critic:
         return torch.cat(chunks)
 
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> Tensor:
-        # Positions are the model's own, as for the policy: both see the same padding.
         with self.accelerator.autocast():
             output = self.model(input_ids=input_ids, attention_mask=attention_mask)
         # Before the token, not at it: a value that depends on the action is no baseline.

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from troll.huggingface.positions import positions_from_mask
 from troll.trl.checks import disable_dropout
 
 
@@ -53,6 +54,8 @@ def value_model(
 ) -> nn.Module:
     """Makes a value model: the backbone of a language model, without dropout, with a `ValueHead`.
 
+    Its position ids follow from the attention mask, like the policy's.
+
     Dropout is off because the critic's values at the rollout are compared with those in the update.
 
     Args:
@@ -79,6 +82,7 @@ def value_model(
             f"{type(critic).__name__} lacks: name a critic of another family with the same vocabulary"
         )
     critic.score = ValueHead(critic.score.in_features)
+    positions_from_mask(critic)
     disable_dropout(critic)
     if gradient_checkpointing:
         # Before transformers 5.23, which deprecates it, there is only the older name.

@@ -80,6 +80,20 @@ def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, **images, **router}
 
 
+def name_experts(trainer: Any) -> None:
+    """Lets a mixture's configuration answer to `num_experts`, which TRL's fused head reads for the routers' loss.
+
+    A mixture of no experts, such as Granite's dense models, has no such loss, with which TRL would fail.
+    """
+    config: Any = trainer.model.config.get_text_config()
+    if not trainer.aux_loss_enabled:
+        return
+    if not hasattr(config, "num_experts") and hasattr(config, "num_local_experts"):
+        # A second name for it, as other configurations have. It is not saved, as another attribute would be.
+        type(config).attribute_map = {**type(config).attribute_map, "num_experts": "num_local_experts"}
+    trainer.aux_loss_enabled = getattr(config, "num_experts", None) != 0
+
+
 def loss_mask(batch: dict[str, Any]) -> Tensor:
     """The tokens that the policy chose, (B, T)."""
     mask: Tensor = batch["completion_mask"]

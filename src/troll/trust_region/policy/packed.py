@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.checks import shape_text
-from troll.trust_region.policy.sparse import SparsePolicy, check_alike, common_temperature
+from troll.trust_region.policy.sparse import (
+    SparsePolicy,
+    check_alike,
+    common_temperature,
+    leave_inference_mode,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +53,9 @@ class PackedPolicy:
     mass_threshold: float
     truncated: bool = False
     temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        leave_inference_mode(self)
 
     @classmethod
     def of(cls, policy: SparsePolicy) -> PackedPolicy:

@@ -13,6 +13,15 @@ from torch import Tensor
 from troll.trust_region.checks import shape_text, shared
 
 
+def leave_inference_mode(policy: Any) -> None:
+    """Copies the tensors of a new policy that were made in inference mode, which no backward pass may use."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            for name, value in list(vars(policy).items()):
+                if isinstance(value, Tensor) and value.is_inference():
+                    object.__setattr__(policy, name, value.clone())  # the policies are frozen
+
+
 @dataclass(frozen=True, eq=False)
 class SparsePolicy:
     """Next-token distributions on at most K tokens each, and the mass of all other tokens; raw, and without gradient.
@@ -41,6 +50,9 @@ class SparsePolicy:
     mass_threshold: float
     truncated: bool = False
     temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        leave_inference_mode(self)
 
     @property
     def shape(self) -> torch.Size:
