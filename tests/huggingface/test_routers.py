@@ -53,7 +53,6 @@ def aux_loss(model: Any, inputs: dict[str, Any], mask: torch.Tensor) -> torch.Te
         at,
         old.shape[1],
         old[at],
-        "bucket",
         temperature=1.0,
         entropy=False,
         input_ids=inputs["input_ids"],
