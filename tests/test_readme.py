@@ -90,7 +90,16 @@ def test_options_exist() -> None:
     recipes = pytest.importorskip("troll.recipes", reason="needs TRL")
     of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll" / "cli.py").read_text()))
     of_compare = {"seeds", "jobs"}
-    of_others = {"field", "logprobs-mode", "max-logprobs", "machine_rank", "minutes", "privileged", "rootless"}
+    of_others = {
+        "field",
+        "logits-processors",
+        "logprobs-mode",
+        "max-logprobs",
+        "machine_rank",
+        "minutes",
+        "privileged",
+        "rootless",
+    }
     of_others |= {"solution", "tune"}
     of_movements = {field.name for field in fields(EpisodicConfig)}
     known = recipes.FIELDS | of_commands | of_compare | of_movements
