@@ -54,8 +54,6 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("regression_target", "finite and above 0", 0.0, {}),
         ("support_top_k", "an integer, at least 1", 0, {}),
         ("mass_threshold", "in [0, 1)", 1.0, {}),
-        ("kl_bound_negative_ratio", "finite and above 0", 0.0, {}),
-        ("kl_bound_entropy_exponent", "finite and at least 0", -1.0, {}),
         ("generation_chunk_size", "an integer, at least 1", 2.5, {}),
         ("diagnostics_steps", "an integer, at least 0", 2.5, {}),
         ("eval_temperature", "finite and at least 0", -1.0, {}),
@@ -81,7 +79,6 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("constraint_reduction", "one of mean, sum", "max", {}),
         ("rollout_dtype", "'bfloat16' or 'float16'", "int8", {"rollout_delay": 1}),
         ("surrogate_kwargs", "a JSON object", "0.3", {}),
-        ("kl_bound_schedule_kwargs", "a JSON object", "end", {}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"advantage_estimator": "rloo"}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"resampling_rounds": 1}),
     ],
@@ -155,11 +152,6 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
             {"use_transformers_continuous_batching": True, "eval_strategy": "steps"},
             "an evaluation would read the rollout of the training: set eval_strategy='no'",
         ),
-        # The schedule of the bound.
-        ({"kl_bound_schedule": "linear"}, "needs end"),
-        ({"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": -1.0}}, "end must be above 0"),
-        ({"kl_bound_schedule": "hold_kl", "kl_bound_schedule_kwargs": {"targt": 0.1}}, "targt"),
-        ({"kl_bound_schedule": "square"}, "must be one of fixed, linear"),
         # The updates of a rollout.
         ({"updates_per_rollout": 8, "steps_per_generation": 2}, "updates_per_rollout=8 .* steps_per_generation=2"),
         ({"updates_per_rollout": 8, "generation_batch_size": 32}, "updates_per_rollout=8 .* steps_per_generation=4"),
@@ -337,12 +329,7 @@ def test_updates_per_rollout_and_the_steps_of_a_rollout(tmp_path, settings, step
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        ONE_PASS_IN_TWO,
-        {"kl_bound_schedule": "cosine", "kl_bound_schedule_kwargs": {"end": 0.01}},
-        own("kl_penalty", cap=3.0),
-    ],
+    [{}, ONE_PASS_IN_TWO, {"generation_kwargs": {"min_p": 0.1}}, own("kl_penalty", cap=3.0)],
 )
 def test_a_configuration_can_be_copied(tmp_path, settings):
     args = config(tmp_path, per_device_train_batch_size=8, **settings)

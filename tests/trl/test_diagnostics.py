@@ -160,8 +160,6 @@ ALL_MASKED: dict[str, Any] = {
         *({"advantage_estimator": name} for name in ESTIMATORS),
         {"advantage_estimator": "gae", "critic_kwargs": {"warmup_steps": 1}},
         {"constraint": "sequence"},
-        {"kl_bound_entropy_exponent": 1.0, "kl_bound_negative_ratio": 0.5},
-        {"kl_bound_schedule": "hold_kl", "kl_bound_schedule_kwargs": {"target": 0.1}},
         {"rollout_dtype": "bfloat16", "rollout_correction": 2.0},
         {"rollout_dtype": "bfloat16", "anchor": "rollout"},
         {"beta": 0.1, "kl_in_reward": True, "advantage_estimator": "rloo"},

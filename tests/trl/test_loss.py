@@ -12,7 +12,6 @@ import torch
 from tests.trl import dense, tiny
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
-from troll.trust_region.bounds import make_bound
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -86,7 +85,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     tiny.assert_same_update(ours, theirs, inputs)
 
     # The regression term is the same with and without the weights.
-    ours.callback.kl_bound, losses = make_bound("fixed", 0.02), {}
+    ours.kl_bound, losses = 0.02, {}
     weight = ours.kl_controller
     for ours.use_vllm, weight.value in itertools.product((True, False), (0.0, 1.0)):
         losses[ours.use_vllm, weight.value] = tiny.loss_and_gradients(ours, inputs)[0]

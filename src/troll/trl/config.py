@@ -16,7 +16,6 @@ from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
-from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.policy.truncation import Truncation
@@ -45,7 +44,6 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
     "finite and above 0": (
-        "kl_bound_negative_ratio",
         "regression_target",
         "rollout_correction",
         "sapo_temperature_pos",
@@ -53,7 +51,6 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     ),
     "finite and at least 0": (
         "regression_weight",
-        "kl_bound_entropy_exponent",
         "eval_temperature",
         "vespo_k_pos",
         "vespo_lambda_pos",
@@ -154,12 +151,6 @@ class TrollConfig(GRPOConfig):
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
             sequence, so that the mean of their KL divergences meets the bound.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
-        kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "by_age" to `end` for old rollouts;
-            "hold_projected_fraction" or "hold_kl" at a `target`. See `troll.trust_region.bounds`.
-        kl_bound_schedule_kwargs: Options of the schedule as a JSON object, e.g. `{"end": 0.01}`.
-        kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
-            is the old policy's entropy at the token and H̄ its mean over the rollout.
-        kl_bound_negative_ratio: The factor by which ε is multiplied where the advantage is negative.
         truncated_ratio: With truncated sampling (`top_p`, `top_k`, `min_p`), whether both policies are restricted to
             the tokens that the sampler kept and renormalised, for ratios and divergences. Default: true for surrogates
             that need whole distributions; the others use TRL's ratio, of the whole policies. See docs/trl.md.
@@ -188,7 +179,6 @@ class TrollConfig(GRPOConfig):
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (a field, if it were annotated)
         *GRPOConfig._VALID_DICT_FIELDS,
         "surrogate_kwargs",
-        "kl_bound_schedule_kwargs",
         "critic_kwargs",
     ]
 
@@ -210,10 +200,6 @@ class TrollConfig(GRPOConfig):
     disable_dropout: bool = True
     constraint: Scope = "token"
     constraint_reduction: Reduction = "mean"
-    kl_bound_schedule: str = field(default="fixed", metadata={"choices": list(BOUNDS)})
-    kl_bound_schedule_kwargs: dict[str, Any] | str | None = None
-    kl_bound_entropy_exponent: float = 0.0
-    kl_bound_negative_ratio: float = 1.0
     truncated_ratio: bool | None = None
     anchor: Anchor = "old"
     advantage_estimator: str = field(default="group", metadata={"choices": list(ESTIMATORS)})
@@ -263,7 +249,6 @@ class TrollConfig(GRPOConfig):
                 "resampling_rounds above 0, or leave it out"
             )
         self._check_generation()
-        self.make_bound(total_steps=1)  # finds wrong options before training
         if self.anchor == "rollout":
             self.vllm_importance_sampling_correction = False
 
@@ -471,13 +456,6 @@ class TrollConfig(GRPOConfig):
                 f"divide the {self.rollout_steps} passes of a rollout. Set updates_per_rollout instead of "
                 "steps_per_generation, or leave the target out"
             )
-
-    def make_bound(self, total_steps: int) -> Bound:
-        """Makes the schedule of ε, from `kl_bound`, `kl_bound_schedule` and its options."""
-        options = self.kl_bound_schedule_kwargs or {}
-        if not isinstance(options, dict):
-            raise ValueError(f"kl_bound_schedule_kwargs must be a JSON object, got {options!r}")
-        return make_bound(self.kl_bound_schedule, self.kl_bound, total_steps=total_steps, **options)
 
     @property
     def own_settings(self) -> Any:

@@ -36,11 +36,10 @@ from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import aggregate
-from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import trust_region_step
-from troll.trust_region.token_bounds import by_advantage, entropy_scaled
 
 
 class TrollTrainer(GRPOTrainer):
@@ -56,6 +55,10 @@ class TrollTrainer(GRPOTrainer):
 
     Everything else, including the arguments, is as in `GRPOTrainer`. The network p̃ is saved and used for inference,
     never the projection q.
+
+    Attributes:
+        kl_bound: ε in nats, which the next update uses: at first that of `args`. A callback may set it between updates,
+            to the same number on every process (`examples/hold_kl.py`); checkpoints do not keep it.
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
@@ -96,6 +99,7 @@ class TrollTrainer(GRPOTrainer):
         self.missing_tokens = without_embedding(self.model, checks.tokenizer_of(self))
         checks.refuse_token_ids(self)
         checks.refuse_fewer_tokens("reference model", self.ref_model, self)
+        self.kl_bound: float = args.kl_bound
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
         # Infinity in the configuration itself would not be valid JSON.
@@ -238,7 +242,7 @@ class TrollTrainer(GRPOTrainer):
             new_log_probs=scores.log_probs[at],
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
-            kl_bound=self._token_bounds(old, advantages[at]),
+            kl_bound=self.kl_bound,
             penalty_weight=self.kl_controller.value,
             constraint=self._constraint(mask, at),
             old=old,
@@ -318,15 +322,6 @@ class TrollTrainer(GRPOTrainer):
         sampled = new.log_probs.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
         sampled = sampled - new.log_mass if old.truncated else sampled
         return new, seam.Scores(scatter(sampled, scored), scatter(entropy, scored), output.aux_loss)
-
-    def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
-        """ε of the N tokens: (N,), or one number for all."""
-        bound: float | Tensor = self.callback.kl_bound.value
-        if (exponent := self.args.kl_bound_entropy_exponent) and old is not None:
-            bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
-        if (ratio := self.args.kl_bound_negative_ratio) != 1.0:
-            bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)
-        return bound
 
     def _constraint(self, mask: Tensor, at: tuple[Tensor, ...]) -> Constraint | None:
         if not self.surrogate.projects or self.args.constraint == "token":

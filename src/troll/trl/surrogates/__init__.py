@@ -16,10 +16,6 @@ __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "se
 _OUTCOMES = ("support_top_k", "mass_threshold")
 _TROLL_SETTINGS = (
     "kl_bound",
-    "kl_bound_schedule",
-    "kl_bound_schedule_kwargs",
-    "kl_bound_entropy_exponent",
-    "kl_bound_negative_ratio",
     "pull",
     "regression_weight",
     "regression_target",

@@ -29,7 +29,7 @@ class ScoredTokens:
         new_log_probs: log p̃(o) of the sampled tokens, raw and differentiable; with `truncated_ratio`, of p̃(o)/p̃(S).
         old_log_probs: log p(o) of the sampled tokens, raw; with `truncated_ratio`, of p(o)/p(S).
         advantages: A of the tokens.
-        kl_bound: ε in nats, a float or (N,).
+        kl_bound: ε in nats.
         penalty_weight: The weight of the surrogate's divergence for this update: α of a pull, β of a KL penalty.
         constraint: Groups of tokens that share a multiplier; None if each has its own.
         old: The old policy; None if the surrogate does not need whole distributions.
@@ -43,7 +43,7 @@ class ScoredTokens:
     new_log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
-    kl_bound: float | Tensor
+    kl_bound: float
     penalty_weight: float
     constraint: Constraint | None
     old: SparsePolicy | None
