@@ -51,7 +51,6 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("kl_bound", "above 0", None, {}),
         ("regression_weight", "finite and at least 0", -1.0, {}),
         ("regression_weight", "finite and at least 0", math.inf, {}),
-        ("regression_target", "finite and above 0", 0.0, {}),
         ("support_top_k", "an integer, at least 1", 0, {}),
         ("mass_threshold", "in [0, 1)", 1.0, {}),
         ("generation_chunk_size", "an integer, at least 1", 2.5, {}),
@@ -93,7 +92,6 @@ def test_a_value_that_a_setting_does_not_take_is_refused(tmp_path, name, takes, 
     [
         ("kl_penalty", "weight", "finite and above 0", 0.0),
         ("kl_penalty", "weight", "finite and above 0", None),
-        ("kl_penalty", "target", "finite and above 0", 0.0),
         ("kl_penalty", "clip", "finite and above 0", 0.0),
         ("kl_penalty", "cap", "above 1", 1.0),
         ("kl_penalty", "direction", "one of old_new, new_old", "both"),
@@ -130,11 +128,6 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
         ({"surrogate": "cispo", "epsilon_high": 0.28}, r"the largest ratio itself, and must be at least 1, got 0\.28"),
         ({"loss_type": "nonsense"}, UNKNOWN_LOSS),
         ({"loss_type": "nonsense", "surrogate": "clip"}, UNKNOWN_LOSS),
-        # A weight that adapts needs a second update, and updates that belong to one rollout each.
-        ({"regression_target": 0.01, "regression_weight": 0.0}, "adapts a weight that must be above 0, got 0.0"),
-        ({"regression_target": 0.01, "updates_per_rollout": 1}, f"regression_target adapts .* {SECOND_UPDATE}"),
-        (own("kl_penalty", target=0.01) | {"updates_per_rollout": 1}, f"surrogate_kwargs.target .* {SECOND_UPDATE}"),
-        (own("kl_penalty", target=0.01) | ONE_PASS_IN_TWO, "steps=2 does not divide the 3 passes of a rollout. Set up"),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
         (
             {"eval_temperature": 0.5, "use_vllm": True, "generation_kwargs": {"temperature": 2.0}},

@@ -86,9 +86,8 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
 
     # The regression term is the same with and without the weights.
     ours.kl_bound, losses = 0.02, {}
-    weight = ours.kl_controller
-    for ours.use_vllm, weight.value in itertools.product((True, False), (0.0, 1.0)):
-        losses[ours.use_vllm, weight.value] = tiny.loss_and_gradients(ours, inputs)[0]
+    for ours.use_vllm, ours.args.regression_weight in itertools.product((True, False), (0.0, 1.0)):
+        losses[ours.use_vllm, ours.args.regression_weight] = tiny.loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
     assert weighted == pytest.approx(plain, rel=1e-4)
     assert plain > 1e-3

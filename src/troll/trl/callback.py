@@ -1,4 +1,4 @@
-"""The work after an update: the critic's step, β and the log; and the state that a resumed run needs."""
+"""The work after an update: the critic's step, and the log; and the state that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from troll.trl import seam
 from troll.trl.checkpoints import say_resumed
 from troll.trl.resumed_settings import changed_settings, save_settings, settings
 
-#: The file of a checkpoint that holds the weight of a pull or a KL penalty, if it adapts.
-PENALTY_STATE = "kl_penalty.json"
-#: The file that holds what the watch over projected tokens has counted.
+#: The file of a checkpoint that holds what the watch over projected tokens has counted.
 WATCH_STATE = "projected.json"
 
 
@@ -26,12 +24,11 @@ class TrollCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._args, self._critic = trainer, trainer.args, trainer.advantages.critic
         self._monitor, self._diagnostics, self._ungraded = trainer.monitor, trainer.diagnostics, trainer.ungraded
-        self._kl_controller = trainer.kl_controller
         # These have files of their own in a checkpoint.
         parts = (self._critic, trainer.rollout_weights, trainer.resampling)
         self._saved = [part for part in parts if part is not None]
-        # The bound and the weight that the last update used, for the log: both may have moved on by then.
-        self._used_bound, self._used_penalty_weight = trainer.kl_bound, self._kl_controller.value
+        # The bound that the last update used, for the log: it may have moved on by then.
+        self._used_bound = trainer.kl_bound
         #: Whether the current update leaves the policy as it is: the critic warms up, or nothing was judged.
         self._policy_stays = False
         #: Whether the policy has changed since the tokens of the current update were sampled.
@@ -48,16 +45,14 @@ class TrollCallback(TrainerCallback):
         if self._args.should_save:
             save_settings(self._settings, checkpoint)
             write_atomically(checkpoint / WATCH_STATE, json.dumps(self._monitor.watch.state_dict()))
-            if self._kl_controller.adapts:
-                write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Restores β, the critic and the order of the data, and drops the state of an interrupted update."""
+        """Restores the critic and the order of the data, and drops the state of an interrupted update."""
         self._rollouts, self._moved = self._rollouts_done(), self._passes_since_sampling() > 0
         self._settings = settings(self._args)
-        for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
+        for part in (self._monitor, self._diagnostics, self._ungraded, *self._saved):
             part.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
@@ -71,12 +66,6 @@ class TrollCallback(TrainerCallback):
         path = Path(checkpoint) / WATCH_STATE
         if path.is_file() and changed is None:  # with other settings, the counts begin anew
             self._monitor.watch.load_state_dict(json.loads(path.read_text()))
-        path = Path(checkpoint) / PENALTY_STATE
-        if self._kl_controller.adapts and path.is_file():
-            self._kl_controller.load_state_dict(json.loads(path.read_text()))
-        elif self._kl_controller.adapts and state.is_world_process_zero:
-            name = self._kl_controller.name
-            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: trust_region/{name}_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
 
@@ -95,12 +84,11 @@ class TrollCallback(TrainerCallback):
             self._critic.step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adapts β after a rollout's last update, warns of a bound that does not fit, and logs."""
+        """Warns of a bound that does not fit, and logs."""
         # Also between two of `logging_steps`: after the evaluation that may follow, TRL drops what is left.
         control.should_log |= control.should_training_stop
-        rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
+        rollouts = self._rollouts_done()
         last, self._rollouts = rollouts > self._rollouts, rollouts
-        self._kl_controller.end_update(adapt=last and not self._policy_stays)
         self._monitor.end_update(self._used_bound, moved=self._moved and not self._policy_stays, last=last)
         self._moved = self._passes_since_sampling() > 0
         self._log(state, control)
@@ -116,9 +104,6 @@ class TrollCallback(TrainerCallback):
         metrics = self._monitor.metrics() | self._diagnostics.metrics()
         if metrics and self._trainer.surrogate.projects:
             metrics["trust_region/kl_bound"] = self._used_bound
-        if metrics and self._kl_controller.name:
-            metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight
-            metrics |= self._kl_controller.metrics()
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
         seam.add_metrics(self._trainer, metrics)

@@ -44,7 +44,6 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
     "finite and above 0": (
-        "regression_target",
         "rollout_correction",
         "sapo_temperature_pos",
         "sapo_temperature_neg",
@@ -140,9 +139,7 @@ class TrollConfig(GRPOConfig):
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball
             only; or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite
             `kl_bound`, "troll" is "kl_penalty".
-        regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
-        regression_target: The mean divergence of the pull (nats) that α is adapted to keep, by the rule of "kl_penalty"
-            and its `target`. Default: α is fixed.
+        regression_weight: α, the weight of the pull.
         support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling). With
             `truncated_ratio`, all tokens of the sampler's kept set are kept.
         mass_threshold: δ: fewer than `support_top_k` tokens are kept where they already cover 1 − δ of the mass.
@@ -194,7 +191,6 @@ class TrollConfig(GRPOConfig):
     kl_bound: float = 0.05
     pull: Pull = "projection"
     regression_weight: float = 1.0
-    regression_target: float | None = None
     support_top_k: int = 64
     mass_threshold: float = 1e-5
     disable_dropout: bool = True
@@ -428,8 +424,6 @@ class TrollConfig(GRPOConfig):
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
                 "or a temperature above 0"
             )
-        if self.penalty_target is not None:
-            self._check_penalty_target()
         _ = self.critic_settings  # finds wrong ones before training
         own = self.own_settings
         limits = isinstance(own, KLPenaltySettings) and (own.clip is not None or own.cap is not None)
@@ -437,24 +431,6 @@ class TrollConfig(GRPOConfig):
             raise ValueError(
                 "clip and cap of surrogate 'kl_penalty' limit the ratios of single tokens: set "
                 f"importance_sampling_level='token', got {self.importance_sampling_level!r}, or leave them out"
-            )
-
-    def _check_penalty_target(self) -> None:
-        """Refuses a target if no update measures how far a whole rollout has moved the policy."""
-        name = "surrogate_kwargs.target" if isinstance(self.own_settings, KLPenaltySettings) else "regression_target"
-        if not self.penalty_weight > 0:
-            raise ValueError(f"{name} adapts a weight that must be above 0, got {self.penalty_weight}")
-        if self.always_on_policy:
-            raise ValueError(
-                f"{name} adapts the weight to the KL of a rollout's last update, which is 0 where every "
-                "update is on-policy: set updates_per_rollout to 2 or more, or leave it out"
-            )
-        if self.updates_per_rollout is None:
-            raise ValueError(
-                f"{name} adapts the weight to the KL of a rollout's last update, and here an update can take "
-                f"passes over two rollouts: gradient_accumulation_steps={self.gradient_accumulation_steps} does not "
-                f"divide the {self.rollout_steps} passes of a rollout. Set updates_per_rollout instead of "
-                "steps_per_generation, or leave the target out"
             )
 
     @property
@@ -489,22 +465,6 @@ class TrollConfig(GRPOConfig):
             min_p_first=self.use_vllm,
         )
         return kept if wanted and kept != Truncation(min_p_first=self.use_vllm) else None
-
-    @property
-    def penalty_weight(self) -> float:
-        """The weight of the surrogate's divergence at the start: α of a pull, β of a KL penalty; 0 without one."""
-        own = self.own_settings
-        if isinstance(own, KLPenaltySettings):
-            return own.weight
-        return self.regression_weight if SURROGATES[self.surrogate].weighted else 0.0
-
-    @property
-    def penalty_target(self) -> float | None:
-        """The divergence to which the weight of the surrogate's divergence adapts; None if it is fixed."""
-        own = self.own_settings
-        if isinstance(own, KLPenaltySettings):
-            return own.target
-        return self.regression_target if SURROGATES[self.surrogate].weighted else None
 
     @property
     def rollout_steps(self) -> int:

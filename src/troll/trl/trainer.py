@@ -27,7 +27,6 @@ from troll.trl.conversations import Conversations
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
 from troll.trl.generation import generate_in_chunks
-from troll.trl.kl_controller import AdaptiveKLController
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
 from troll.trl.resampling import Resampling
@@ -132,9 +131,6 @@ class TrollTrainer(GRPOTrainer):
         self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
-        self.kl_controller = AdaptiveKLController(
-            self.accelerator, self.surrogate.weighted, args.penalty_weight, args.penalty_target
-        )
         self.callback = TrollCallback(self)
         self.add_callback(self.callback)
         self._use_checked = False
@@ -243,7 +239,6 @@ class TrollTrainer(GRPOTrainer):
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
             kl_bound=self.kl_bound,
-            penalty_weight=self.kl_controller.value,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
@@ -251,8 +246,6 @@ class TrollTrainer(GRPOTrainer):
             counts=mask[at].bool(),
         )
         terms = self.surrogate.terms(tokens, self.args, self._own_settings) if self.surrogate.terms else Terms()
-        if terms.penalised_kl is not None:
-            self.kl_controller.observe(terms.penalised_kl, mask[at])
 
         # The parent computes its ratio as exp(raw − old): with raw − log_ratio as the old log-probabilities it is the
         # surrogate's ratio. The parent's off-policy mask prefers the sampler's log-probabilities, so it gets the true
