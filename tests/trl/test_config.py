@@ -59,7 +59,6 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("resampling_rounds", "an integer, at least 0", -1, {}),
         ("resampling_right_share", "in [0, 1]", 1.5, {"resampling_rounds": 1}),
         ("rollout_delay", "an integer, at least 0", -1, {}),
-        ("rollout_correction", "finite and above 0", 0.0, {"rollout_delay": 1}),
         ("updates_per_rollout", "an integer, at least 1", 0, {}),
         ("updates_per_rollout", "an integer, at least 1", 1.5, {}),
         # TRL's, of the surrogate that is chosen.
@@ -76,7 +75,6 @@ UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a
         ("pull", "one of projection, proximal", "old", {}),
         ("constraint", "one of token, sequence", "tokens", {}),
         ("constraint_reduction", "one of mean, sum", "max", {}),
-        ("rollout_dtype", "'bfloat16' or 'float16'", "int8", {"rollout_delay": 1}),
         ("surrogate_kwargs", "a JSON object", "0.3", {}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"advantage_estimator": "rloo"}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"resampling_rounds": 1}),
@@ -165,15 +163,9 @@ def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, tak
         ),
         ({"resampling_rounds": 1, "anchor": "rollout", "use_vllm": True}, "resampling_rounds to 0, or anchor='old'"),
         # Rollouts of other weights.
-        (
-            {"rollout_delay": 1, "rollout_correction": 2.0, "anchor": "rollout"},
-            "set rollout_delay or rollout_dtype, and anchor='old'",
-        ),
-        ({"rollout_correction": 2.0, "rollout_delay": 0}, "set rollout_delay or rollout_dtype, and anchor='old'"),
-        ({"rollout_delay": 1, "use_vllm": True}, "vLLM has its own weights: set use_vllm=False, or leave them out"),
+        ({"rollout_delay": 1, "use_vllm": True}, "vLLM has its own weights: set use_vllm=False, or leave it out"),
         ({"rollout_delay": 1, "anchor": "rollout", "updates_per_rollout": 1}, f"has several updates: {SECOND_UPDATE}"),
         # Truncated sampling.
-        ({"top_p": 0.9, "rollout_delay": 1, "rollout_correction": 2.0}, "leave rollout_correction out, or set"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
     ],

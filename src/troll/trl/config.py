@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
 
-import torch
 from trl import GRPOConfig
 
 from troll.terminal import described
@@ -22,9 +21,6 @@ from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.step import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
-
-#: The dtypes to which the weights of rollouts can be rounded.
-ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch.
@@ -44,7 +40,6 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
     "finite and above 0": (
-        "rollout_correction",
         "sapo_temperature_pos",
         "sapo_temperature_neg",
     ),
@@ -123,11 +118,6 @@ class TrollConfig(GRPOConfig):
         rollout_delay: The age, in rollouts, of the weights that sample a rollout, as in asynchronous training. For
             experiments: it needs generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
-        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with weights rounded to this dtype, like an
-            engine's. For experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
-        rollout_correction: C, the cap of truncated importance sampling with `rollout_delay` or `rollout_dtype` and
-            `anchor` "old": each token's advantage is multiplied by min(p(o)/p_s(o), C), where p_s is the policy that
-            sampled it, as TRL does for vLLM. Default: no correction.
         surrogate: The method that keeps an update near the old policy: "troll"; "regression", TROLL's regression term
             with the raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); "kl_penalty",
             "dppo_tv", "dppo_kl", "drpo", "ipo", "icepop", "kpop", "trm", "m2po", "cppo", "gmpo", "cispo", "sapo" or
@@ -184,8 +174,6 @@ class TrollConfig(GRPOConfig):
     resampling_rounds: int = 0
     resampling_right_share: float = 0.0
     rollout_delay: int = 0
-    rollout_dtype: str | None = None
-    rollout_correction: float | None = None
     surrogate: str = field(default="troll", metadata={"choices": list(SURROGATES)})
     surrogate_kwargs: dict[str, Any] | str | None = None
     kl_bound: float = 0.05
@@ -345,8 +333,8 @@ class TrollConfig(GRPOConfig):
                 "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
                 f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        # With a delay or a dtype, the training model samples and scores: there are no reports of an engine.
-        if self.anchor == "rollout" and not (self.rollout_delay or self.rollout_dtype):
+        # With a delay, the training model samples and scores: there are no reports of an engine.
+        if self.anchor == "rollout" and not self.rollout_delay:
             raise ValueError(
                 "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "
                 "reported on the process that asked: set resampling_rounds to 0, or anchor='old'"
@@ -354,30 +342,15 @@ class TrollConfig(GRPOConfig):
 
     def _check_generation(self) -> None:
         """Checks that the settings of generation go together."""
-        if self.rollout_dtype not in ROLLOUT_DTYPES:
-            known = " or ".join(repr(name) for name in ROLLOUT_DTYPES if name)
-            raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
-        behind = self.rollout_delay or self.rollout_dtype
-        if behind and self.use_vllm:
+        if self.rollout_delay and self.use_vllm:
             raise ValueError(
-                "rollout_delay and rollout_dtype change the weights of transformers' generation, and vLLM has its own "
-                "weights: set use_vllm=False, or leave them out"
+                "rollout_delay changes the weights of transformers' generation, and vLLM has its own weights: set "
+                "use_vllm=False, or leave it out"
             )
-        if self.rollout_correction is not None and self.truncation is not None:
+        if self.rollout_delay and self.anchor == "rollout" and not self.scores_rollouts:
             raise ValueError(
-                "rollout_correction compares whole policies, and ratios are on what top_p, top_k or min_p keeps: leave "
-                "rollout_correction out, or set truncated_ratio=False"
-            )
-        if self.rollout_correction is not None and (self.anchor == "rollout" or not behind):
-            raise ValueError(
-                "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
-                "rollout_dtype, and anchor='old', or leave it out"
-            )
-        needs_scores = self.anchor == "rollout" or self.rollout_correction is not None
-        if behind and needs_scores and not self.scores_rollouts:
-            raise ValueError(
-                "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
-                "rollout, which TRL makes only if it has several updates: set updates_per_rollout to 2 or more"
+                "anchor='rollout' with rollout_delay needs scores of the rollout, which TRL makes only if it has "
+                "several updates: set updates_per_rollout to 2 or more"
             )
         always_on_policy = self.use_vllm and self.always_on_policy
         if self.truncation is not None and always_on_policy and self.vllm_importance_sampling_correction:

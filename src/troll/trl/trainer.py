@@ -116,7 +116,7 @@ class TrollTrainer(GRPOTrainer):
         if args.disable_dropout:  # TRL switches only layers off
             checks.disable_dropout(self.model)
 
-        self.rollout_weights = RolloutWeights(self) if args.rollout_delay or args.rollout_dtype else None
+        self.rollout_weights = RolloutWeights(self) if args.rollout_delay else None
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self)
@@ -172,8 +172,6 @@ class TrollTrainer(GRPOTrainer):
         rolled_out = self.ungraded.without(rolled_out, self.conversations.of_rows)
         rolled_out = self.old_policy.added_to(rolled_out)
         rolled_out = self.advantages.put_into(rolled_out)
-        if self.rollout_weights is not None:
-            rolled_out = self.rollout_weights.corrected(rolled_out)
         if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
             self.diagnostics.probe(rolled_out)
         return rolled_out
