@@ -26,7 +26,7 @@ ACTIONS, COMPLETIONS, UPDATES, MOST = 100, 256, 8, 200
 START = (0.003, 0.01, 0.03)
 STEPS = (0.1, 0.03, 0.01)
 SEEDS = 8
-CLIP, KL_BOUND, KL_PENALTY = 0.2, 0.05, 1.0
+CLIP, KL_BOUND = 0.2, 0.05
 METHODS = ("troll", "regression", "kl_penalty", "clip", "none")
 
 
@@ -34,6 +34,7 @@ class _Settings:
     """The defaults of `TrollConfig` that these surrogates read."""
 
     pull = "projection"
+    regression_weight = 1.0
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ def _loss(method: str, logits: Tensor, before: Tensor, sampled: Tensor, advantag
     new = troll.log_probs_at(logits.expand(rows), old.token_ids)
     log_probs = logits.log_softmax(-1)[sampled]
     sequence, counts = torch.arange(len(sampled)), torch.ones(rows, dtype=torch.bool)  # of one action each
-    tokens = ScoredTokens(log_probs, old.log_prob, advantages, KL_BOUND, KL_PENALTY, None, old, new, sequence, counts)
+    tokens = ScoredTokens(log_probs, old.log_prob, advantages, KL_BOUND, None, old, new, sequence, counts)
     surrogate = SURROGATES[method]
     terms = surrogate.terms(tokens, _Settings(), surrogate.own()) if surrogate.terms else Terms()  # type: ignore[arg-type]
     ratio = torch.exp(tokens.log_ratio if terms.log_ratio is None else terms.log_ratio)

@@ -88,7 +88,7 @@ def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
 @pytest.mark.parametrize(
     "package",
     [
-        *("troll", "troll.bounds", "troll.diagnostics", "troll.episodic", "troll.gaussian", "troll.rewards"),
+        *("troll", "troll.diagnostics", "troll.episodic", "troll.gaussian", "troll.rewards"),
         *("troll.testing", "troll_sandbox"),
     ],
 )

@@ -17,7 +17,7 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 
 #: The packages whose `__all__` is public.
 PUBLIC = (
-    *("troll", "troll.bounds", "troll.diagnostics", "troll.gaussian", "troll.episodic", "troll.huggingface"),
+    *("troll", "troll.diagnostics", "troll.gaussian", "troll.episodic", "troll.huggingface"),
     *("troll.trl", "troll.verl", "troll.rewards", "troll.tasks", "troll.evaluation", "troll.testing", "troll_sandbox"),
 )
 

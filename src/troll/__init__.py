@@ -5,8 +5,7 @@ from types import ModuleType
 
 from torch.serialization import add_safe_globals
 
-from troll import bounds, diagnostics
-from troll.trust_region.bounds import BOUNDS
+from troll import diagnostics
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import troll_loss
 from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy, sparse_kl
@@ -31,7 +30,6 @@ __all__ = [
     "SparsePolicy",
     "Truncation",
     "TrustRegionStep",
-    "bounds",
     "capture",
     "capture_top",
     "diagnostics",
@@ -47,7 +45,7 @@ __all__ = [
 add_safe_globals(
     [Constraint, LMHead, Logits, PackedPolicy, PolicyOnSupport, Projection, SparsePolicy, Truncation, TrustRegionStep]
 )
-add_safe_globals([bounds.BoundStatistics, diagnostics.Tally, *BOUNDS.values()])
+add_safe_globals([diagnostics.Tally])
 
 
 def __getattr__(name: str) -> ModuleType:

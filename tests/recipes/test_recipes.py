@@ -404,4 +404,4 @@ def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str,
 
 def test_fields_that_take_several_values_are_found_by_their_types() -> None:
     assert {"reward_weights", "eval_tasks", "lora_target_modules", "report_to", "optim_target_modules"} <= recipes.LISTS
-    assert not recipes.LISTS & {"kl_bound", "kl_bound_schedule_kwargs", "generation_kwargs", "surrogate", "task"}
+    assert not recipes.LISTS & {"kl_bound", "surrogate_kwargs", "generation_kwargs", "surrogate", "task"}

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trl import tiny
-from tests.trl.resuming import HOLDS_KL, SHARDS_ALONE, interrupted
+from tests.trl.resuming import SHARDS_ALONE, interrupted
 from tests.trl.sharding import LORA, KeepGradients, is_sharded, through_heads
 from troll.rewards.grading import Grader, Verdict
 from troll.trl import TrollTrainer, monitor
@@ -30,10 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus"},
     "REINFORCE++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
     "PPO": {"advantage_estimator": "gae", "critic_kwargs": {"learning_rate": 1e-2, "gae_lambda": 0.9}},
-    "adaptive bounds": {**HOLDS_KL, "kl_bound_entropy_exponent": 1.0, "kl_bound_negative_ratio": 0.5},
-    # After the first rollout, the mean KL is 0.11 in one process, which by itself would halve the weight, and 0.47 in
-    # the other: 0.31 over both, which doubles it.
-    "adaptive penalty": {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 0.19}, "max_steps": 4},
+    "KL penalty": {"surrogate": "kl_penalty"},
 }
 
 KL_BOUND = 0.01

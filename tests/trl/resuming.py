@@ -10,12 +10,6 @@ from tests.trl import tiny
 from tests.trl.sharding import weights
 from troll.trl import TrollTrainer
 
-#: A bound that depends on what was seen.
-HOLDS_KL: dict[str, Any] = {
-    "kl_bound_schedule": "hold_kl",
-    "kl_bound_schedule_kwargs": {"target": 1e-3, "rate": 1.0, "smoothing": 0.0},
-}
-
 #: Two rollouts of two updates, the second update with an old policy.
 SETTINGS: dict[str, Any] = {
     "max_steps": 4,
@@ -25,7 +19,6 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-3,
     "per_device_train_batch_size": 2,
     "ddp_backend": "gloo",
-    **HOLDS_KL,
 }
 
 #: Settings with which a back end writes only shards.

@@ -200,7 +200,7 @@ def test_all_conversations_get_the_gradient_that_they_get_by_hand(make, loss, su
         {"constraint": "sequence", "constraint_reduction": "sum"},
         {"importance_sampling_level": "sequence"},
         {"mask_truncated_completions": True},
-        {"diagnostics_steps": 1, "kl_bound_entropy_exponent": 1.0},
+        {"diagnostics_steps": 1},
         {"surrogate": "clip"},
         {"num_iterations": 2},
     ],

@@ -61,23 +61,18 @@ def assert_same_metrics(results: list[dict[str, Any]], one: dict[str, Any]) -> N
 
 
 def assert_exact_resume(resumed: dict[str, Any]) -> None:
-    """Weights, metrics and the state of the bound, bit by bit."""
+    """Weights and metrics, bit by bit."""
     assert max(entry["trust_region/projected_fraction"] for entry in resumed_exactly(resumed)) > 0
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_make_the_update_of_one(make, two_processes, case):
     results, one = [result[case] for result in two_processes], train(make, case, processes=1)
-    assert_same_updates(results, one, CASES[case].get("max_steps", 2))
+    assert_same_updates(results, one, 2)
     assert_same_metrics(results, one)
     names = [name for name in one["log"][0] if name.startswith("trust_region/") and "diagnostics" not in name]
-    assert len(names) == 11 + ("trust_region/regression_weight" in names)  # without it under a penalty
+    assert len(names) == 10 + ("trust_region/kl_bound" in names)  # without it under a penalty
     assert any(name.startswith("critic/") for name in one["log"][0]) == (case == "PPO")
-
-
-def test_a_penalty_adapts_to_the_tokens_of_both_processes(two_processes):
-    for result in two_processes:
-        assert [entry["trust_region/kl_penalty_weight"] for entry in result["adaptive penalty"]["log"]] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -1,6 +1,5 @@
 """Advantage estimators in the trainer: what reaches the loss, PPO's critic, and its checkpoints."""
 
-import json
 from typing import Any
 
 import pytest
@@ -122,13 +121,8 @@ def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
     settings = {
         "advantage_estimator": "gae",
         "critic_kwargs": {"learning_rate": 1e-2},
-        "kl_bound_schedule": "hold_projected_fraction",
-        "kl_bound_schedule_kwargs": {"target": 0.1, "rate": 0.5},
         "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None,
     }
     log = resumed_exactly(interrupted(make, tmp_path, ddp_backend=None, **settings))
     assert all("critic/value_loss" in entry for entry in log)
-    assert log[-1]["trust_region/kl_bound"] != 0.01
-    checkpoint = tmp_path / "checkpoint-2"
-    assert (checkpoint / CRITIC_FILE).is_file()
-    assert json.loads((checkpoint / "kl_bound.json").read_text())["kind"] == "hold_projected_fraction"
+    assert (tmp_path / "checkpoint-2" / CRITIC_FILE).is_file()

@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,25 +18,22 @@ from tests.trl import tiny
 from tests.trl.processes import launch
 from tests.trl.test_token_rewards import Odd
 from troll.trl import TrollTrainer, checkpoints
-from troll.trl.callback import BOUND_STATE, PENALTY_STATE
 from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
 from troll.trl.rollout_weights import WEIGHTS_STATE
 
-#: Three rollouts of two updates, and as many checkpoints; an ε and a critic that move with every update.
+#: Three rollouts of two updates, and as many checkpoints; a critic that moves with every update.
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
     "save_strategy": "steps",
     "save_steps": 2,
     "kl_bound": 0.01,
-    "kl_bound_schedule": "hold_kl",
-    "kl_bound_schedule_kwargs": {"target": 1.0, "rate": 0.1, "smoothing": 0.5},
     "advantage_estimator": "gae",
     "critic_kwargs": {"learning_rate": 1e-2},
 }
 
 
 class KeepState(TrainerCallback):
-    """Parameters, the critic's and ε before the first update and after each, by step."""
+    """Parameters, and the critic's, before the first update and after each, by step."""
 
     trainer: Any
 
@@ -55,7 +51,7 @@ class KeepState(TrainerCallback):
             f"{kind} {name}": value.clone()
             for kind, model in models.items()
             for name, value in accelerator.unwrap_model(model).state_dict().items()
-        } | {"bound": torch.tensor(self.trainer.callback.kl_bound.value)}
+        }
 
 
 def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | None, **settings: Any) -> dict[str, Any]:
@@ -120,13 +116,12 @@ def assert_went_on(resumed: Any, whole: dict[str, Any], step: int) -> None:
         torch.testing.assert_close(resumed["states"][later], whole["states"][later], rtol=0, atol=0)
 
 
-def test_whole_run_moves_policy_critic_and_bound(whole):
+def test_whole_run_moves_policy_and_critic(whole):
     states = whole[1]["states"]
     for step in range(6):
         moved = {name.split()[0] for name in states[0] if not torch.equal(states[step][name], states[step + 1][name])}
         assert {"policy", "critic"} <= moved
     assert whole[1]["lines"] == []
-    assert len({states[step]["bound"].item() for step in (0, 2, 4, 6)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -195,7 +190,7 @@ def test_a_complete_checkpoint_lists_its_files(whole):
         marker = json.loads((checkpoint / MARKER).read_text())
         there = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != MARKER}
         assert marker == {"complete": True, "only_model": False, "files": there}
-        names = "model.safetensors optimizer.pt scheduler.pt critic.pt kl_bound.json rng_state.pth trainer_state.json"
+        names = "model.safetensors optimizer.pt scheduler.pt critic.pt rng_state.pth trainer_state.json"
         assert set(names.split()) <= there.keys()
     assert newest_complete(whole[0]) == (whole[0] / "checkpoint-6", {})
 
@@ -303,22 +298,15 @@ def test_checkpoints_without_a_marker(damaged):
 def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     """Of runs without that part, or of an older version."""
     make(save_strategy="steps", save_steps=2, max_steps=2).train()
-    for name in (BOUND_STATE, MARKER):
-        (tmp_path / "checkpoint-2" / name).unlink()
+    (tmp_path / "checkpoint-2" / MARKER).unlink()
     speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
-    linear = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}}
-    adaptive = {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 1e-6}}
-    refused = partial(pytest.raises, FileNotFoundError)
-    warned = partial(pytest.warns, UserWarning)
-    cases: list[tuple[dict[str, Any], Any, str]] = [
-        ({"advantage_estimator": "gae"}, refused, "no checkpoint of a run with a critic"),
-        (speak, refused, "no checkpoint of a run with resampling and rewards of tokens"),
-        ({"rollout_delay": 2}, refused, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
-        (linear, warned, "the schedule of kl_bound starts anew"),
-        (adaptive, warned, f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
+        (speak, "no checkpoint of a run with resampling and rewards of tokens"),
+        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
     ]
-    for settings, expected, message in cases:
-        with expected(match=message):
+    for settings, message in cases:
+        with pytest.raises(FileNotFoundError, match=message):
             make(max_steps=4, **settings).train(resume_from_checkpoint=True)
 
 

@@ -12,7 +12,6 @@ import torch
 from tests.trl import dense, tiny
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
-from troll.trust_region.bounds import make_bound
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -86,10 +85,9 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     tiny.assert_same_update(ours, theirs, inputs)
 
     # The regression term is the same with and without the weights.
-    ours.callback.kl_bound, losses = make_bound("fixed", 0.02), {}
-    weight = ours.kl_controller
-    for ours.use_vllm, weight.value in itertools.product((True, False), (0.0, 1.0)):
-        losses[ours.use_vllm, weight.value] = tiny.loss_and_gradients(ours, inputs)[0]
+    ours.kl_bound, losses = 0.02, {}
+    for ours.use_vllm, ours.args.regression_weight in itertools.product((True, False), (0.0, 1.0)):
+        losses[ours.use_vllm, ours.args.regression_weight] = tiny.loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
     assert weighted == pytest.approx(plain, rel=1e-4)
     assert plain > 1e-3

@@ -50,7 +50,6 @@ def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str
             {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 0.5}},
             "surrogate_kwargs.weight was 0.3 and is 0.5",
         ),
-        ({}, {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.1}}, '{"end": 0.1}'),
         ({}, {"temperature": 0.7}, "temperature was 1.0 and is 0.7"),
         ({}, {"generation_kwargs": {"min_p": 0.1}}, 'generation_kwargs was null and is {"min_p": 0.1}'),
         ({}, {"beta": 0.1}, "beta was 0.0 and is 0.1"),

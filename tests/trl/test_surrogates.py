@@ -192,7 +192,6 @@ def test_what_reads_policies_is_measured(make, surrogate):
         projects = surrogate == "regression"
         assert (entry["trust_region/projected_fraction"] > 0) == projects
         assert entry.get("trust_region/kl_bound") == (1e-4 if projects else None)
-        assert entry.get("trust_region/kl_penalty_weight") == (None if projects else 1.0)
 
 
 def test_dppo_reads_policies_only_for_the_top_k(make):

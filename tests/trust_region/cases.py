@@ -13,7 +13,6 @@ from scipy.special import logsumexp
 from tests.trust_region import reference
 from troll import TrustRegionStep
 from troll.diagnostics import Tally
-from troll.trust_region.bounds import BoundStatistics
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
@@ -26,19 +25,6 @@ LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, 1.0, -30.0, -100.0, 
 
 #: (4, 5), with gaps, and a sequence of which nothing counts.
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]], dtype=torch.bool)
-
-#: The statistics of an update in which nothing was projected.
-NOTHING = BoundStatistics(projected_fraction=0.0, kl=0.0)
-
-#: One valid set of options for each kind, so that a new kind is tested once it is named here.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "linear": {"end": 0.01},
-    "cosine": {"end": 0.01, "steps": 30},
-    "by_age": {"end": 0.5, "steps": 16},
-    "hold_projected_fraction": {"target": 0.05},
-    "hold_kl": {"target": 0.02, "rate": 0.1},
-}
 
 
 def _peaked(rng: np.random.Generator, rows: int, size: int) -> Pair:

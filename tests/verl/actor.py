@@ -33,7 +33,6 @@ from verl.workers.utils.padding import response_from_nested
 
 from troll.runs.toy_model import character_tokenizer
 from troll.trust_region.policy.serialized import to_records
-from troll.verl.regression_weight import RegressionWeight
 
 PLUG_IN = ("+troll=fsdp",)
 
@@ -259,7 +258,6 @@ class Actor:
             object.__setattr__(self.actor, name, value)
         if hasattr(self.engine, "trust_region"):
             self.engine.trust_region = settings
-            self.engine.regression_weight = RegressionWeight(settings.regression_weight, settings.regression_target)
         return self
 
     @property

@@ -191,6 +191,5 @@ def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...])
                 replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
                 own = SAMPLES[replica::replicas]
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
-                found[layout.name]["adaptive"] = worker.adapted(actor.reset(regression_target=1e-6), own)
             mpu.destroy_model_parallel()
     return found

@@ -32,7 +32,7 @@ def micro_batch() -> tuple[TensorDict, Tensor, Tensor, ResponseTokens]:
 
 def hooks(settings: TrollPolicyLossConfig) -> tuple[Capture, Update]:
     capturing = Capture(settings, entropy=True)
-    return capturing, Update(settings, False, capturing.captured, lambda **_: (torch.zeros(()), {}), None, 1.0)
+    return capturing, Update(settings, False, capturing.captured, lambda **_: (torch.zeros(()), {}), None)
 
 
 def read(

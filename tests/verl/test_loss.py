@@ -123,12 +123,12 @@ def test_advantages_of_every_estimator(name: str, by_std: bool) -> None:
 
 def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
     """By hand, of three tokens of which the last does not count."""
-    config = trolled().reset().actor
+    config = trolled().reset(regression_weight=2.0).actor
     object.__setattr__(config, "global_batch_info", {})
     log_q, log_p, regression = torch.tensor([[[-1.0, -2.0, -9.0]], [[-1.5, -1.0, -1.0]], [[0.1, 0.2, 7.0]]])
     advantages, weights, mask = torch.tensor([[[1.0, -1.0, 5.0]], [[0.5, 3.0, 7.0]], [[1.0, 1.0, 0.0]]])
     kept_log_mass = torch.tensor([[-0.1, -0.2, 9.0]])  # log p̃ is of the whole policy, log p of the kept tokens
-    with projected(ProjectedTokens(log_q - log_p, regression, regression_weight=2.0, kept_log_mass=kept_log_mass)):
+    with projected(ProjectedTokens(log_q - log_p, regression, kept_log_mass)):
         loss, metrics = trust_region_policy_loss(
             log_p, log_q, advantages, mask.bool(), config=config, rollout_is_weights=weights
         )
@@ -145,7 +145,7 @@ def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) ->
     log_p, mask = torch.full((1, 3), -1.0), torch.tensor([[True, True, False]])
     log_q = torch.tensor([[-1.0, -2.0, value]], requires_grad=True)
     regression = torch.tensor([[0.1, 0.2, value]], requires_grad=True)
-    with projected(ProjectedTokens(log_q - log_p, regression, regression_weight=1.0)):
+    with projected(ProjectedTokens(log_q - log_p, regression)):
         loss, _ = trust_region_policy_loss(log_p, log_p, torch.ones(1, 3), mask, mode, config)
     loss.backward()
     assert loss.isfinite()
@@ -154,7 +154,7 @@ def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) ->
 
 
 def test_projections_do_not_outlive_their_micro_batch() -> None:
-    tokens = ProjectedTokens(torch.zeros(1, 2), torch.zeros(1, 2), regression_weight=1.0)
+    tokens = ProjectedTokens(torch.zeros(1, 2), torch.zeros(1, 2))
     with pytest.raises(KeyError), projected(tokens):
         raise KeyError
     with pytest.raises(RuntimeError, match="without an engine that projects"):

@@ -88,10 +88,6 @@ def test_nan_on_the_last_stage_leaves_out_the_update_on_all(run: Callable[..., d
     check_left_out(run(fast=True)["pipeline and tensor"]["left out"])
 
 
-def test_weight_of_pull_adapts_on_all_stages(run: Callable[..., dict[str, Any]]) -> None:
-    assert run(fast=True)["pipeline and tensor"]["adaptive"]["weights"] == [2.0] * 4
-
-
 @contextmanager
 def place_in_groups(*, tensor: int, context: int, rank: int) -> Iterator[None]:
     """As if this process were the one of this rank among those that share a sequence."""

@@ -74,7 +74,6 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
     assert isinstance(config, TrollFSDPActorConfig)
     settings = config.policy_loss
     assert (settings.loss_mode, settings.kl_bound, settings.regression_weight) == ("troll", 0.05, 1.0)
-    assert settings.regression_target is None
     assert (settings.top_k, settings.mass_threshold) == (64, 1e-5)
     assert (settings.constraint, settings.ratio_level, settings.anchor) == ("token", "token", "old")
     assert config.engine.strategy == "troll_fsdp2"
@@ -84,7 +83,7 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
 
 def test_the_command_line_sets_everything() -> None:
     values: dict[str, Any] = {"kl_bound": math.inf, "pull": "proximal", "regression_weight": 0.5}
-    values |= {"regression_target": 0.01, "top_k": 7, "mass_threshold": 1e-3}
+    values |= {"top_k": 7, "mass_threshold": 1e-3}
     values |= {"constraint": "sequence", "ratio_level": "sequence"}
     settings = actor(*policy_loss(*(f"{name}={value}" for name, value in values.items()))).policy_loss
     assert {name: getattr(settings, name) for name in values} == values
@@ -111,8 +110,6 @@ def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:
     assert actor("algorithm.rollout_correction=null").policy_loss.bypass_mode is False
 
 
-ADAPTIVE = f"{ACTOR}.policy_loss.regression_target=0.01"
-
 #: Settings of the trust region, and what is said of them.
 REFUSED = {
     "loss_mode=vanilla": r"loss_mode must be troll .*leave the group out",
@@ -123,10 +120,8 @@ REFUSED = {
     "kl_bound=5%": r"policy_loss\.kl_bound must be a number, got '5%'",
     "regression_weight=-0.1": r"policy_loss\.regression_weight must be at least 0",
     "regression_weight=.nan": r"policy_loss\.regression_weight must be at least 0",
-    "regression_target=0": r"policy_loss\.regression_target must be above 0 and finite, got 0",
-    "regression_target=.inf": r"regression_target must be above 0 and finite, got inf",
-    "regression_target=.nan": r"regression_target must be above 0 and finite, got nan",
-    "regression_target=small": r"policy_loss\.regression_target must be a number, got 'small'",
+    "regression_weight=.inf": r"policy_loss\.regression_weight must be at least 0 and finite, got inf",
+    "regression_weight=small": r"policy_loss\.regression_weight must be a number, got 'small'",
     "top_k=0": r"top_k must be an integer of at least 1, got 0",
     "mass_threshold=1": r"mass_threshold must be .*\[0, 1\)",
     "pull=old": r"policy_loss\.pull must be one of projection, proximal, got 'old'",
@@ -138,8 +133,6 @@ REFUSED = {
 
 #: Settings of verl, alone or together, and what is said of them beside TROLL.
 REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
-    (ADAPTIVE, f"{ACTOR}.policy_loss.regression_weight=0"): r"with regression_target, .* above 0 and finite, got 0",
-    (ADAPTIVE, "data.train_batch_size=4"): r"is 0 with one update per rollout: lower ",
     ("trainer.use_v1=false",): r"set trainer\.use_v1=True",
     ("rollout.nnodes=1",): r"fully_async_policy and .*trainer_mode=separate_async",
     (BYPASS,): r"bypass_mode=True .* set it to False, or .*anchor=rollout",
@@ -156,10 +149,6 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"): r"SGLang.*rollout\.name=vllm",
     (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
     (f"{ROLLOUT}.top_p=0.9", "algorithm.use_kl_in_reward=true"): r"actor\.use_kl_loss=True instead",
-    (
-        ADAPTIVE,
-        "trainer.v1.trainer_mode=separate_async",
-    ): r"set .*anchor=rollout, raise .*ppo_epochs",
 }
 
 

@@ -112,7 +112,6 @@ def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
             found[name] = trained(actor.reset(**settings), as_batch(samples))
     found["dynamic"] = trained(actor.reset(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
     found["nan"] = left_out(actor.reset(), samples)
-    found["adaptive"] = adapted(actor.reset(regression_target=1e-6), samples)
     found["sequence parallel"] = _sequence_parallel(model)
     found["FSDP 1"] = _fsdp1(model, samples)
     return found
@@ -141,14 +140,6 @@ def left_out(actor: Actor, samples: list[Sample], value: float = torch.nan) -> d
         metrics = actor.update(scored)
     unchanged = all(torch.equal(value, before[name]) for name, value in actor.parameters().items())
     return {"metrics": dict(metrics), "unchanged": unchanged, "later": dict(actor.update(scored))}
-
-
-def adapted(actor: Actor, samples: list[Sample]) -> dict[str, Any]:
-    """The updates of a rollout after which the weight of the pull adapts; and the weights of all processes."""
-    metrics = actor.update(actor.score(as_batch(samples)))
-    weights = [None] * dist.get_world_size()
-    dist.all_gather_object(weights, actor.engine.regression_weight.value)
-    return {"metrics": dict(metrics), "weights": weights}
 
 
 def _sequence_parallel(model: Path) -> dict[str, Any]:
@@ -211,8 +202,8 @@ def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path
     return uninterrupted(_actor(model), rank, world, checkpoint)
 
 
-def resumed(rank: int, world: int, model: Path, checkpoint: Path, *settings: str) -> dict[str, Any]:
-    actor = _actor(model, *settings)
+def resumed(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
+    actor = _actor(model)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     return trained(actor, as_batch(rollout(seed=2)[rank::world]))
 
@@ -226,6 +217,6 @@ def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _actor(model: Path, *settings: str) -> Actor:
+def _actor(model: Path) -> Actor:
     processes = f"trainer.n_gpus_per_node={os.environ['WORLD_SIZE']}"
-    return Actor(configuration(model, *policy_loss(*SMALL, *settings), processes))
+    return Actor(configuration(model, *policy_loss(*SMALL), processes))

@@ -17,8 +17,8 @@ def project_entropy(policy: Policy, minimum: float | Tensor) -> Policy:
     enough entropy are returned bit for bit. Apply it before the trust region, which then holds exactly; the entropy may
     end slightly below the minimum.
 
-    `β = entropy_of_scale(bound.value, d)` with a `bound` from `troll.bounds.make_bound` is a schedule: "linear" and
-    "cosine" move a positive number, here a standard deviation in the units of the actions.
+    β may change during training. `entropy_of_scale` turns a standard deviation, in the units of the actions, into β: a
+    schedule of a positive number, where β itself may be negative.
 
     Args:
         policy: The policy to change; gradients flow through.

@@ -114,10 +114,11 @@ def _method(training: TrollConfig) -> str:
     names = {
         "troll": f"TROLL, KL bound {training.kl_bound}",
         "regression": f"TROLL's regression term only, KL bound {training.kl_bound}",
-        "kl_penalty": f"a KL penalty, weight {training.penalty_weight}",
         "none": "no clip and no trust region",
     }
     surrogate = names.get(training.surrogate, f"surrogate {training.surrogate}")
+    if training.surrogate == "kl_penalty":
+        surrogate = f"a KL penalty, weight {training.own_settings.weight}"
     return surrogate if training.advantage_estimator == "group" else f"{surrogate}, {training.advantage_estimator}"
 
 

@@ -1,4 +1,4 @@
-"""The work after an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
+"""The work after an update: the critic's step, and the log; and the state that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import json_text, write_atomically
 from troll.trl import seam
-from troll.trl.checkpoints import MARKER, say_resumed
+from troll.trl.checkpoints import say_resumed
 from troll.trl.resumed_settings import changed_settings, save_settings, settings
-from troll.trust_region.bounds import Bound
 
-#: The file of a checkpoint that holds the state of the bound's schedule or controller.
-BOUND_STATE = "kl_bound.json"
-#: The file that holds the weight of a pull or a KL penalty, if it adapts.
-PENALTY_STATE = "kl_penalty.json"
-#: The file that holds what the watch over projected tokens has counted.
+#: The file of a checkpoint that holds what the watch over projected tokens has counted.
 WATCH_STATE = "projected.json"
 
 
@@ -30,14 +25,11 @@ class TrollCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._args, self._critic = trainer, trainer.args, trainer.advantages.critic
         self._monitor, self._diagnostics, self._ungraded = trainer.monitor, trainer.diagnostics, trainer.ungraded
-        self._kl_controller = trainer.kl_controller
         # These have files of their own in a checkpoint.
         parts = (self._critic, trainer.rollout_weights, trainer.resampling)
         self._saved = [part for part in parts if part is not None]
-        #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
-        self.kl_bound: Bound = self._args.make_bound(total_steps=1)
-        # The bound and the weight that the last update used, for the log: both have moved on by then.
-        self._used_bound, self._used_penalty_weight = self.kl_bound.value, self._kl_controller.value
+        # The bound that the last update used, for the log: it may have moved on by then.
+        self._used_bound = trainer.kl_bound
         #: Whether the current update leaves the policy as it is: the critic warms up, or nothing was judged.
         self._policy_stays = False
         #: Whether the policy has changed since the tokens of the current update were sampled.
@@ -53,19 +45,15 @@ class TrollCallback(TrainerCallback):
             part.save(checkpoint)
         if self._args.should_save:
             save_settings(self._settings, checkpoint)
-            write_atomically(checkpoint / BOUND_STATE, json_text(self.kl_bound.state_dict()))
             write_atomically(checkpoint / WATCH_STATE, json_text(self._monitor.watch.state_dict()))
-            if self._kl_controller.adapts:
-                write_atomically(checkpoint / PENALTY_STATE, json_text(self._kl_controller.state_dict()))
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Restores ε, β, the critic and the order of the data, and drops the state of an interrupted update."""
-        self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
+        """Restores the critic and the order of the data, and drops the state of an interrupted update."""
         self._rollouts, self._moved = self._rollouts_done(), self._passes_since_sampling() > 0
         self._settings = settings(self._args)
-        for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
+        for part in (self._monitor, self._diagnostics, self._ungraded, *self._saved):
             part.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
@@ -76,27 +64,9 @@ class TrollCallback(TrainerCallback):
         seam.skip_epochs(train_dataloader, int(state.epoch or 0))
         for part in self._saved:
             part.load(Path(checkpoint))
-        path = Path(checkpoint) / BOUND_STATE
-        if path.is_file():
-            try:
-                self.kl_bound.load_state_dict(json.loads(path.read_text()))
-            except ValueError as error:
-                raise ValueError(
-                    f"{path} does not fit kl_bound_schedule={self._args.kl_bound_schedule!r} ({error}): resume with "
-                    f"the schedule of the checkpoint, or delete this file and {MARKER} next to it to begin another"
-                ) from error
-        elif self._args.kl_bound_schedule != "fixed" and state.is_world_process_zero:
-            warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
         path = Path(checkpoint) / WATCH_STATE
         if path.is_file() and changed is None:  # with other settings, the counts begin anew
             self._monitor.watch.load_state_dict(json.loads(path.read_text()))
-        self.kl_bound.set_age(self._age())  # a resumed run begins with a rollout
-        path = Path(checkpoint) / PENALTY_STATE
-        if self._kl_controller.adapts and path.is_file():
-            self._kl_controller.load_state_dict(json.loads(path.read_text()))
-        elif self._kl_controller.adapts and state.is_world_process_zero:
-            name = self._kl_controller.name
-            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: trust_region/{name}_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
 
@@ -104,6 +74,7 @@ class TrollCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Updates the critic before the policy, so that an error stops both; skips both without a judged token."""
+        self._used_bound = self._trainer.kl_bound
         nothing_judged = self._ungraded.left_nothing()
         self._policy_stays = nothing_judged or (self._critic is not None and self._critic.warming_up)
         if self._policy_stays:
@@ -114,19 +85,13 @@ class TrollCallback(TrainerCallback):
             self._critic.step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adapts ε to the statistics of the update, and β to those of a rollout's last update."""
+        """Warns of a bound that does not fit, and logs."""
         # Also between two of `logging_steps`: after the evaluation that may follow, TRL drops what is left.
         control.should_log |= control.should_training_stop
-        rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
+        rollouts = self._rollouts_done()
         last, self._rollouts = rollouts > self._rollouts, rollouts
-        self._kl_controller.end_update(adapt=last and not self._policy_stays)
-        statistics = self._monitor.end_update(moved=self._moved and not self._policy_stays, last=last)
+        self._monitor.end_update(self._used_bound, moved=self._moved and not self._policy_stays, last=last)
         self._moved = self._passes_since_sampling() > 0
-        if statistics is not None:
-            self._used_bound = self.kl_bound.value
-            if not self._policy_stays:  # without a change of the policy there is no information about ε
-                self.kl_bound.update(state.global_step, statistics)
-        self.kl_bound.set_age(self._age())
         self._log(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -141,18 +106,12 @@ class TrollCallback(TrainerCallback):
         # An infinite bound is not logged: JSON has no infinity, and transformers writes its state as JSON too.
         if metrics and self._trainer.surrogate.projects and math.isfinite(self._used_bound):
             metrics["trust_region/kl_bound"] = self._used_bound
-        if metrics and self._kl_controller.name:
-            metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight
-            metrics |= self._kl_controller.metrics()
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
         seam.add_metrics(self._trainer, metrics)
 
-    def _age(self) -> int:
-        """The age of the next update's rollout: the updates since its tokens were sampled from the network itself."""
-        return self._passes_since_sampling() // self._args.gradient_accumulation_steps
-
     def _passes_since_sampling(self) -> int:
+        """The passes since the tokens of the next one were sampled from the network itself."""
         passes = seam.micro_batches_done(self._trainer) % self._args.rollout_steps
         weights = self._trainer.rollout_weights
         behind = 0 if weights is None else weights.rollouts_behind(anew=passes == 0)

@@ -18,16 +18,12 @@ from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.sampling import POLICY, refuse_other_distributions
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
-from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.step import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
-
-#: The dtypes to which the weights of rollouts can be rounded.
-ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch.
@@ -50,15 +46,11 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
     "finite and above 0": (
-        "kl_bound_negative_ratio",
-        "regression_target",
-        "rollout_correction",
         "sapo_temperature_pos",
         "sapo_temperature_neg",
     ),
     "finite and at least 0": (
         "regression_weight",
-        "kl_bound_entropy_exponent",
         "eval_temperature",
         "vespo_k_pos",
         "vespo_lambda_pos",
@@ -152,11 +144,6 @@ class TrollConfig(GRPOConfig):
         rollout_delay: The age, in rollouts, of the weights that sample a rollout, as in asynchronous training. For
             experiments: it needs generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
-        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with weights rounded to this dtype, like an
-            engine's. For experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
-        rollout_correction: C, the cap of truncated importance sampling with `rollout_delay` or `rollout_dtype` and
-            `anchor` "old": each token's advantage is multiplied by min(p(o)/p_s(o), C), where p_s is the policy that
-            sampled it, as TRL does for vLLM. Default: no correction.
         surrogate: The method that keeps an update near the old policy: "troll"; "regression", TROLL's regression term
             with the raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); "kl_penalty",
             "dppo_tv", "dppo_kl", "drpo", "ipo", "icepop", "kpop", "trm", "m2po", "cppo", "gmpo", "cispo", "sapo" or
@@ -168,9 +155,7 @@ class TrollConfig(GRPOConfig):
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball
             only; or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite
             `kl_bound`, "troll" is "kl_penalty".
-        regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
-        regression_target: The mean divergence of the pull (nats) that α is adapted to keep, by the rule of "kl_penalty"
-            and its `target`. Default: α is fixed.
+        regression_weight: α, the weight of the pull.
         support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling). With
             `truncated_ratio`, all tokens of the sampler's kept set are kept.
         mass_threshold: δ: fewer than `support_top_k` tokens are kept where they already cover 1 − δ of the mass.
@@ -179,12 +164,6 @@ class TrollConfig(GRPOConfig):
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
             sequence, so that the mean of their KL divergences meets the bound.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
-        kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "by_age" to `end` for old rollouts;
-            "hold_projected_fraction" or "hold_kl" at a `target`. See `troll.trust_region.bounds`.
-        kl_bound_schedule_kwargs: Options of the schedule as a JSON object, e.g. `{"end": 0.01}`.
-        kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
-            is the old policy's entropy at the token and H̄ its mean over the rollout.
-        kl_bound_negative_ratio: The factor by which ε is multiplied where the advantage is negative.
         truncated_ratio: With truncated sampling (`top_p`, `top_k`, `min_p`), whether both policies are restricted to
             the tokens that the sampler kept and renormalised, for ratios and divergences. Default: true for surrogates
             that need whole distributions; the others use TRL's ratio, of the whole policies. See docs/trl.md.
@@ -213,7 +192,6 @@ class TrollConfig(GRPOConfig):
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (a field, if it were annotated)
         *GRPOConfig._VALID_DICT_FIELDS,
         "surrogate_kwargs",
-        "kl_bound_schedule_kwargs",
         "critic_kwargs",
     ]
 
@@ -222,23 +200,16 @@ class TrollConfig(GRPOConfig):
     resampling_rounds: int = 0
     resampling_right_share: float = 0.0
     rollout_delay: int = 0
-    rollout_dtype: str | None = None
-    rollout_correction: float | None = None
     surrogate: str = field(default="troll", metadata={"choices": list(SURROGATES)})
     surrogate_kwargs: dict[str, Any] | str | None = None
     kl_bound: float = 0.05
     pull: Pull = "projection"
     regression_weight: float = 1.0
-    regression_target: float | None = None
     support_top_k: int = 64
     mass_threshold: float = 1e-5
     disable_dropout: bool = True
     constraint: Scope = "token"
     constraint_reduction: Reduction = "mean"
-    kl_bound_schedule: str = field(default="fixed", metadata={"choices": list(BOUNDS)})
-    kl_bound_schedule_kwargs: dict[str, Any] | str | None = None
-    kl_bound_entropy_exponent: float = 0.0
-    kl_bound_negative_ratio: float = 1.0
     truncated_ratio: bool | None = None
     anchor: Anchor = "old"
     advantage_estimator: str = field(default="group", metadata={"choices": list(ESTIMATORS)})
@@ -288,7 +259,6 @@ class TrollConfig(GRPOConfig):
                 "resampling_rounds above 0, or leave it out"
             )
         self._check_generation()
-        self.make_bound(total_steps=1)  # finds wrong options before training
         if self.anchor == "rollout":
             self.vllm_importance_sampling_correction = False
 
@@ -389,8 +359,8 @@ class TrollConfig(GRPOConfig):
                 "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
                 f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        # With a delay or a dtype, the training model samples and scores: there are no reports of an engine.
-        if self.anchor == "rollout" and not (self.rollout_delay or self.rollout_dtype):
+        # With a delay, the training model samples and scores: there are no reports of an engine.
+        if self.anchor == "rollout" and not self.rollout_delay:
             raise ValueError(
                 "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "
                 "reported on the process that asked: set resampling_rounds to 0, or anchor='old'"
@@ -398,30 +368,15 @@ class TrollConfig(GRPOConfig):
 
     def _check_generation(self) -> None:
         """Checks that the settings of generation go together."""
-        if self.rollout_dtype not in ROLLOUT_DTYPES:
-            known = " or ".join(repr(name) for name in ROLLOUT_DTYPES if name)
-            raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
-        behind = self.rollout_delay or self.rollout_dtype
-        if behind and self.use_vllm:
+        if self.rollout_delay and self.use_vllm:
             raise ValueError(
-                "rollout_delay and rollout_dtype change the weights of transformers' generation, and vLLM has its own "
-                "weights: set use_vllm=False, or leave them out"
+                "rollout_delay changes the weights of transformers' generation, and vLLM has its own weights: set "
+                "use_vllm=False, or leave it out"
             )
-        if self.rollout_correction is not None and self.truncation is not None:
+        if self.rollout_delay and self.anchor == "rollout" and not self.scores_rollouts:
             raise ValueError(
-                "rollout_correction compares whole policies, and ratios are on what top_p, top_k or min_p keeps: leave "
-                "rollout_correction out, or set truncated_ratio=False"
-            )
-        if self.rollout_correction is not None and (self.anchor == "rollout" or not behind):
-            raise ValueError(
-                "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
-                "rollout_dtype, and anchor='old', or leave it out"
-            )
-        needs_scores = self.anchor == "rollout" or self.rollout_correction is not None
-        if behind and needs_scores and not self.scores_rollouts:
-            raise ValueError(
-                "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
-                "rollout, which TRL makes only if it has several updates: set updates_per_rollout to 2 or more"
+                "anchor='rollout' with rollout_delay needs scores of the rollout, which TRL makes only if it has "
+                "several updates: set updates_per_rollout to 2 or more"
             )
         always_on_policy = self.use_vllm and self.always_on_policy
         if self.truncation is not None and always_on_policy and self.vllm_importance_sampling_correction:
@@ -475,8 +430,6 @@ class TrollConfig(GRPOConfig):
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
                 "or a temperature above 0"
             )
-        if self.penalty_target is not None:
-            self._check_penalty_target()
         _ = self.critic_settings  # finds wrong ones before training
         own = self.own_settings
         limits = isinstance(own, KLPenaltySettings) and (own.clip is not None or own.cap is not None)
@@ -518,31 +471,6 @@ class TrollConfig(GRPOConfig):
         changed._check_generation()
         return changed
 
-    def _check_penalty_target(self) -> None:
-        """Refuses a target if no update measures how far a whole rollout has moved the policy."""
-        name = "surrogate_kwargs.target" if isinstance(self.own_settings, KLPenaltySettings) else "regression_target"
-        if not self.penalty_weight > 0:
-            raise ValueError(f"{name} adapts a weight that must be above 0, got {self.penalty_weight}")
-        if self.always_on_policy:
-            raise ValueError(
-                f"{name} adapts the weight to the KL of a rollout's last update, which is 0 where every "
-                "update is on-policy: set updates_per_rollout to 2 or more, or leave it out"
-            )
-        if self.updates_per_rollout is None:
-            raise ValueError(
-                f"{name} adapts the weight to the KL of a rollout's last update, and here an update can take "
-                f"passes over two rollouts: gradient_accumulation_steps={self.gradient_accumulation_steps} does not "
-                f"divide the {self.rollout_steps} passes of a rollout. Set updates_per_rollout instead of "
-                "steps_per_generation, or leave the target out"
-            )
-
-    def make_bound(self, total_steps: int) -> Bound:
-        """Makes the schedule of ε, from `kl_bound`, `kl_bound_schedule` and its options."""
-        options = self.kl_bound_schedule_kwargs or {}
-        if not isinstance(options, dict):
-            raise ValueError(f"kl_bound_schedule_kwargs must be a JSON object, got {options!r}")
-        return make_bound(self.kl_bound_schedule, self.kl_bound, total_steps=total_steps, **options)
-
     @property
     def own_settings(self) -> Any:
         """The surrogate's own settings, an instance of `Surrogate.own`."""
@@ -583,22 +511,6 @@ class TrollConfig(GRPOConfig):
             ties="exact" if self.use_vllm and torch.cuda.is_available() else "all",
         )
         return kept if wanted and not kept.keeps_all else None
-
-    @property
-    def penalty_weight(self) -> float:
-        """The weight of the surrogate's divergence at the start: α of a pull, β of a KL penalty; 0 without one."""
-        own = self.own_settings
-        if isinstance(own, KLPenaltySettings):
-            return own.weight
-        return self.regression_weight if SURROGATES[self.surrogate].weighted else 0.0
-
-    @property
-    def penalty_target(self) -> float | None:
-        """The divergence to which the weight of the surrogate's divergence adapts; None if it is fixed."""
-        own = self.own_settings
-        if isinstance(own, KLPenaltySettings):
-            return own.target
-        return self.regression_target if SURROGATES[self.surrogate].weighted else None
 
     @property
     def rollout_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""Statistics of the trust region in every update, over micro-batches and processes, for the log and adaptive bounds."""
+"""Statistics of the trust region in every update, over micro-batches and processes, for the log and the warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from troll.trl.config import TrollConfig
 from troll.trl.surrogates import SURROGATES
-from troll.trust_region.bounds import BoundStatistics
 from troll.trust_region.diagnostics import support_too_small
 from troll.trust_region.metrics import Tally, step_tally, support_tally
 from troll.trust_region.policy.sparse import SparsePolicy
@@ -86,21 +85,21 @@ class Monitor:
         if known.counts.get("nonfinite_losses"):
             raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
 
-    def end_update(self, *, moved: bool, last: bool) -> BoundStatistics | None:
-        """The statistics of the update that ends here, over all processes; None if no token was observed.
+    def end_update(self, kl_bound: float, *, moved: bool, last: bool) -> None:
+        """Warns if the update that ends here, over all processes, shows that the bound does not fit.
 
         Args:
+            kl_bound: ε in this update, in nats.
             moved: Whether the policy had changed since the update's tokens were sampled.
             last: Whether the update was the last one of a rollout.
         """
         known, self._known = self._known, {}
         if not known:
-            return None
+            return
         (projected, tokens), (kl, _) = known["projected_fraction"].tolist(), known["kl_before_mean"].tolist()
-        message = self.watch.observe(projected, tokens, kl, moved=moved, last=last)
+        message = self.watch.observe(projected, tokens, kl, kl_bound, moved=moved, last=last)
         if message is not None and self._accelerator.is_main_process:
             warnings.warn(message, stacklevel=2)
-        return BoundStatistics(projected_fraction=projected / tokens, kl=kl / tokens) if tokens else None
 
     def metrics(self) -> dict[str, float]:
         """`trust_region/*` over all tokens since the last call and all processes, and a warning about the support."""
@@ -135,10 +134,8 @@ class Watch:
         projects = SURROGATES[args.surrogate].projects
         # The proximal pull acts on every token, also on those within the bound.
         self._looks_for_none = projects and args.pull == "projection"
-        # One multiplier for many tokens projects them all, and a controller keeps the projected share at a target.
-        self._looks_for_many = (
-            projects and args.constraint == "token" and args.kl_bound_schedule != "hold_projected_fraction"
-        )
+        # One multiplier for many tokens projects them all.
+        self._looks_for_many = projects and args.constraint == "token"
         self.start()
 
     def start(self) -> None:
@@ -148,13 +145,16 @@ class Watch:
         # Projected tokens, all tokens, and whole rollouts, until a warning: then None.
         self._recent: tuple[float, float, int] | None = (0.0, 0.0, 0)
 
-    def observe(self, projected: float, tokens: float, kl: float, *, moved: bool, last: bool) -> str | None:
+    def observe(
+        self, projected: float, tokens: float, kl: float, kl_bound: float, *, moved: bool, last: bool
+    ) -> str | None:
         """Counts an update, see `Monitor.end_update`; returns a warning if there is one.
 
         Args:
             projected: The number of its projected tokens.
             tokens: The number of all its tokens.
             kl: The sum of their KL divergences before the projection, in nats.
+            kl_bound: See `Monitor.end_update`.
             moved: See `Monitor.end_update`.
             last: See `Monitor.end_update`.
         """
@@ -168,7 +168,7 @@ class Watch:
                 return (
                     f"TROLL has had no effect so far: no token was projected in {IDLE_UPDATES} updates of a policy "
                     f"that had moved since its rollout. In the last one its mean KL was {kl / tokens:.1g} nats, and "
-                    f"kl_bound is {args.kl_bound:g}. Raise learning_rate (now {args.learning_rate:g}) or {reuse}, or "
+                    f"kl_bound is {kl_bound:g}. Raise learning_rate (now {args.learning_rate:g}) or {reuse}, or "
                     "lower kl_bound"
                 )
         if self._recent is not None and self._looks_for_many:
@@ -179,7 +179,7 @@ class Watch:
                 return (
                     f"{projected / tokens:.0%} of the tokens of the last {WATCHED_ROLLOUTS} rollouts were projected, "
                     "so the bound rather than the advantages decides the update: raise kl_bound (now "
-                    f"{args.kl_bound:g}), or lower learning_rate (now {args.learning_rate:g}) or {reuse}"
+                    f"{kl_bound:g}), or lower learning_rate (now {args.learning_rate:g}) or {reuse}"
                 )
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from troll.huggingface.policies import capture_tokens, scatter, spread, targets_of
 from troll.trl.seam import Scores, add_metrics, loss_mask, standing_in
 from troll.trust_region.metrics import masked_total
-from troll.trust_region.policy.on_support import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 
 #: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list with one packed policy for
@@ -34,8 +32,6 @@ class OldPolicy:
         self._captured: tuple[list[PackedPolicy], Tensor] | None = None
         # Sampled tokens that the kept sets lacked, and all, (2,).
         self._added = torch.zeros(2)
-        #: Mean entropy per token of the last rollout, in nats.
-        self.mean_entropy = 0.0
 
     def start(self) -> None:
         """Begins a rollout; drops one that an exception has interrupted."""
@@ -123,11 +119,6 @@ class OldPolicy:
         if self._args.truncation is not None and self._anchor is None:
             added, tokens = self._trainer.accelerator.reduce(self._added, reduction="sum").tolist()
             add_metrics(self._trainer, {"sampling/added_fraction": added / max(tokens, 1)})
-        if self._args.kl_bound_entropy_exponent:
-            entropies = _entropies(policies, loss_mask(rolled_out))
-            total, count = self._trainer.accelerator.reduce(entropies, reduction="sum").tolist()
-            # A rollout without a distribution is found, and named, in its first update.
-            self.mean_entropy = total / max(count, 1) if math.isfinite(total) else 0.0
         # At the end of the dictionary, since the first entry sets the batch size.
         return rolled_out | {OLD_POLICY: policies}
 
@@ -150,9 +141,3 @@ def mismatch(accelerator: Any, old_log_probs: Tensor, sampled_log_probs: Tensor,
     total, count = accelerator.reduce(masked_total(kl, counts), reduction="sum").tolist()
     largest = accelerator.gather(kl.masked_fill(~counts, 0.0).max().reshape(1)).max().item()
     return {"sampling/mismatch_kl": total / max(count, 1), "sampling/mismatch_kl_max": largest}
-
-
-def _entropies(policies: list[PackedPolicy], mask: Tensor) -> Tensor:
-    """The sum of the entropies of the tokens that the (B, T) mask counts, and how many there are, (2,)."""
-    sums = [masked_total(sparse_entropy(x.unpack()), counts) for x, counts in zip(policies, mask, strict=True)]
-    return torch.stack(sums).sum(0)

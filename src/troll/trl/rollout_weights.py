@@ -1,4 +1,4 @@
-"""Rollouts of older or rounded weights, which simulate an asynchronous engine except for its speed and kernels."""
+"""Rollouts of older weights, which simulate an asynchronous engine except for its speed and kernels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from torch import Tensor
 
 from troll.trl import seam
 from troll.trl.checkpoints import load_state, save_state
-from troll.trl.config import ROLLOUT_DTYPES
-from troll.trl.old_policy import mismatch
-from troll.trust_region.metrics import masked_total
 
 #: The file of a checkpoint that holds the weights that later rollouts are sampled with.
 WEIGHTS_STATE = "rollout_weights.pt"
 
 
 class RolloutWeights:
-    """Samples rollouts with the trained weights of k rollouts ago, rounded to `rollout_dtype` if it is set.
+    """Samples rollouts with the trained weights of k rollouts ago.
 
     The first k + 1 rollouts use the initial weights. A rollout is made and trained on in one process, but is as old as
     one from a queue of k rollouts. With `anchor="old"`, only generation uses these weights, and the old policy is the
@@ -39,12 +36,12 @@ class RolloutWeights:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._delay = trainer, trainer.args.rollout_delay
-        self._dtype = ROLLOUT_DTYPES[trainer.args.rollout_dtype]
-        options = "rollout_delay and rollout_dtype"
         if trainer.rollout_func is not None:
-            raise ValueError(f"{options} are for transformers' generation: leave them out, or the rollout function")
+            raise ValueError(
+                "rollout_delay is for transformers' generation: leave it out, or leave out the rollout function"
+            )
         if trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            raise ValueError(f"{options} need whole weights on every process: use DDP, or leave them out")
+            raise ValueError("rollout_delay needs whole weights on every process: use DDP, or leave it out")
         self.start()
 
     def start(self) -> None:
@@ -67,8 +64,7 @@ class RolloutWeights:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        oldest = self._weights[0]
-        self._set(oldest if self._dtype is None else [weight.to(self._dtype) for weight in oldest])
+        self._set(self._weights[0])
         try:
             yield
         finally:
@@ -82,41 +78,14 @@ class RolloutWeights:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad]
 
-    def corrected(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """Corrects a rollout's advantages, (B, T), for these weights by truncated importance sampling.
-
-        The weight of a token is min(p(o)/p_s(o), C), with the old policy p, the policy p_s that sampled and
-        C = `TrollConfig.rollout_correction`; None does not change the advantages. Since the weight is positive, it acts
-        on the policy term of any surrogate like TRL's `importance_sampling_ratio` for vLLM's rollouts.
-        """
-        largest = self._trainer.args.rollout_correction
-        if largest is None:
-            return rolled_out
-        with self._sampling():
-            sampled = seam.log_probs(self._trainer, self._trainer.model, rolled_out)
-        old, mask, accelerator = (
-            rolled_out["old_per_token_logps"],
-            seam.loss_mask(rolled_out),
-            self._trainer.accelerator,
-        )
-        ratio = torch.exp(old - sampled)
-        total, count = accelerator.reduce(masked_total(ratio, mask), reduction="sum").tolist()
-        metrics = {"sampling/importance_ratio": total / max(count, 1), **mismatch(accelerator, old, sampled, mask)}
-        seam.add_metrics(self._trainer, metrics)
-        advantages = rolled_out["advantages"]
-        advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
-        return rolled_out | {"advantages": advantages * ratio.clamp(max=largest)}
-
     def save(self, checkpoint: Path) -> None:
         """Writes `WEIGHTS_STATE` into a checkpoint's folder, atomically."""
-        if self._delay and self._trainer.args.should_save:
+        if self._trainer.args.should_save:
             state = {"delay": self._delay, "weights": list(self._weights)[-self._delay :]}
             save_state(state, checkpoint / WEIGHTS_STATE)
 
     def load(self, checkpoint: Path) -> None:
         """Reads the weights of `save`; raises an error if the checkpoint has none, or those of another delay."""
-        if not self._delay:
-            return
         state = load_state(checkpoint / WEIGHTS_STATE, f"a run with rollout_delay={self._delay}")
         if state["delay"] != self._delay:
             raise ValueError(

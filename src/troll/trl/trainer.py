@@ -29,7 +29,6 @@ from troll.trl.conversations import Conversations
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
 from troll.trl.generation import generate_in_chunks
-from troll.trl.kl_controller import AdaptiveKLController
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
 from troll.trl.resampling import Resampling
@@ -38,11 +37,10 @@ from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import aggregate
-from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import trust_region_step
-from troll.trust_region.token_bounds import by_advantage, entropy_scaled
 
 
 class TrollTrainer(GRPOTrainer):
@@ -58,6 +56,10 @@ class TrollTrainer(GRPOTrainer):
 
     Everything else, including the arguments, is as in `GRPOTrainer`. The network p̃ is saved and used for inference,
     never the projection q.
+
+    Attributes:
+        kl_bound: ε in nats, which the next update uses: at first that of `args`. A callback may set it between updates,
+            to the same number on every process (`examples/hold_kl.py`); checkpoints do not keep it.
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
@@ -103,6 +105,7 @@ class TrollTrainer(GRPOTrainer):
         self.missing_tokens = without_embedding(self.model, checks.tokenizer_of(self))
         checks.refuse_token_ids(self)
         checks.refuse_fewer_tokens("reference model", self.ref_model, self)
+        self.kl_bound: float = args.kl_bound
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
         # Infinity in the configuration itself would not be valid JSON.
@@ -120,7 +123,7 @@ class TrollTrainer(GRPOTrainer):
         if args.disable_dropout:  # TRL switches only layers off
             checks.disable_dropout(self.model)
 
-        self.rollout_weights = RolloutWeights(self) if args.rollout_delay or args.rollout_dtype else None
+        self.rollout_weights = RolloutWeights(self) if args.rollout_delay else None
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self)
@@ -135,9 +138,6 @@ class TrollTrainer(GRPOTrainer):
         self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
-        self.kl_controller = AdaptiveKLController(
-            self.accelerator, self.surrogate.weighted, args.penalty_weight, args.penalty_target
-        )
         self.callback = TrollCallback(self)
         self.add_callback(self.callback)
         self._use_checked = False
@@ -179,8 +179,6 @@ class TrollTrainer(GRPOTrainer):
         rolled_out = self.ungraded.without(rolled_out, self.conversations.of_rows)
         rolled_out = self.old_policy.added_to(rolled_out)
         rolled_out = self.advantages.put_into(rolled_out)
-        if self.rollout_weights is not None:
-            rolled_out = self.rollout_weights.corrected(rolled_out)
         if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
             self.diagnostics.probe(rolled_out)
         return rolled_out
@@ -245,8 +243,7 @@ class TrollTrainer(GRPOTrainer):
             new_log_probs=scores.log_probs[at],
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
-            kl_bound=self._token_bounds(old, advantages[at]),
-            penalty_weight=self.kl_controller.value,
+            kl_bound=self.kl_bound,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
@@ -254,8 +251,6 @@ class TrollTrainer(GRPOTrainer):
             counts=mask[at].bool(),
         )
         terms = self.surrogate.terms(tokens, self.args, self._own_settings) if self.surrogate.terms else Terms()
-        if terms.penalised_kl is not None:
-            self.kl_controller.observe(terms.penalised_kl, mask[at])
 
         # The parent computes its ratio as exp(raw − old): with raw − log_ratio as the old log-probabilities it is the
         # surrogate's ratio. The parent's off-policy mask prefers the sampler's log-probabilities, so it gets the true
@@ -325,15 +320,6 @@ class TrollTrainer(GRPOTrainer):
         sampled = new.log_probs.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
         sampled = sampled - new.log_mass if old.truncated else sampled
         return new, seam.Scores(scatter(sampled, scored), scatter(entropy, scored), output.aux_loss)
-
-    def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
-        """ε of the N tokens: (N,), or one number for all."""
-        bound: float | Tensor = self.callback.kl_bound.value
-        if (exponent := self.args.kl_bound_entropy_exponent) and old is not None:
-            bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
-        if (ratio := self.args.kl_bound_negative_ratio) != 1.0:
-            bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)
-        return bound
 
     def _constraint(self, mask: Tensor, at: tuple[Tensor, ...]) -> Constraint | None:
         if not self.surrogate.projects or self.args.constraint == "token":

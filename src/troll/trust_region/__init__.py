@@ -5,7 +5,6 @@ dual            the multiplier of each token: Newton's method, and the paper's s
 constraint      tokens that share one multiplier
 step            one optimisation step: the new policy is read, projected, and reduced to a few numbers per token
 loss            the loss of these numbers
-bounds          the size of the trust region over training; token_bounds: over the tokens of a batch
 metrics         sums over micro-batches and processes; diagnostics: measurements made once in many steps
 policy/         policies as values: sparse, packed, serialized, or on a given support
 reading/        from logits or an LM head to a policy, tile by tile

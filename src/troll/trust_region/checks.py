@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -16,12 +15,6 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
     """Raises ValueError unless a value is one of the known names."""
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raises ValueError unless a number is above 0 and finite."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
 
 
 def check_integers(name: str, tensor: Tensor) -> None:

@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from troll.verl.hooks import Capture, Hook, Score, Update
 from troll.verl.old_policies import Captured
-from troll.verl.regression_weight import RegressionWeight
 from troll.verl.seam import tu
 from troll.verl.seam.training import assign
 from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
@@ -37,7 +35,6 @@ class TrustRegionEngine:
         hook: Reads the current batch; None for a pass that is left to verl.
         from_head: Whether the hook reads the head, instead of logits.
         captured: The old policies of the last rollout that was scored.
-        regression_weight: The weight of the pull.
 
     Raises:
         ValueError: If the configuration is not one of troll.verl.
@@ -45,10 +42,8 @@ class TrustRegionEngine:
 
     trust_region: TrollPolicyLossConfig
     engine_config: Any
-    checkpoint_config: Any
     hook: Hook | None = None
     captured: Captured
-    regression_weight: RegressionWeight
     from_head: bool = False
     _skips_update: bool = False
 
@@ -69,7 +64,6 @@ class TrustRegionEngine:
             assign(config, use_fused_kernels=False)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self.captured = Captured()
-        self.regression_weight = RegressionWeight(settings.regression_weight, settings.regression_target)
 
     def processes(self) -> ProcessGroup | None:
         """The processes among which the tokens of a batch are divided."""
@@ -114,22 +108,11 @@ class TrustRegionEngine:
         if isinstance(hook, Capture):
             self.captured = hook.captured
         if isinstance(hook, Update):
-            # verl's learning rate changes after the last update of a rollout.
-            metrics = self._end_update(hook, last=tu.get_non_tensor_data(data, "update_lr_scheduler", default=False))
+            metrics = hook.metrics() if hook.observed else {}
+            self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
             if hook.observed:
                 output["metrics"].update({f"trust_region/{name}": [value] for name, value in metrics.items()})
         return output
-
-    def _end_update(self, hook: Update, last: bool) -> dict[str, float]:
-        """Decides whether to make the update, adapts α after the last one of a rollout, and returns the metrics."""
-        metrics = hook.metrics() if hook.observed else {}
-        self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
-        if self.regression_weight.adapts:
-            metrics["regression_weight"] = self.regression_weight.value
-            if last and not self._skips_update:
-                kl = self.regression_weight.adapt(self.largest(hook.mean_pull))
-                metrics |= {} if kl is None else {"regression_kl": kl}
-        return metrics
 
     def optimizer_step(self) -> float:
         """Overrides the parent: if logits were NaN or infinite, no process makes the update."""
@@ -139,30 +122,11 @@ class TrustRegionEngine:
         logger.warning("NaN or infinite logits: the update is skipped, as verl does if gradients are not finite")
         return float("nan")
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Overrides the parent: also saves α if it adapts."""
-        super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
-        if "extra" in self.checkpoint_config.save_contents:
-            self.regression_weight.save(Path(local_path))
-
-    def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
-        """Overrides the parent: also loads α if it adapts; None loads nothing."""
-        super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
-        if local_path is not None and "extra" in self.checkpoint_config.load_contents:
-            self.regression_weight.load(Path(local_path))
-
     def _hook(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> Hook | None:
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if not forward_only:
             assert loss_function is not None
-            return Update(
-                self.trust_region,
-                entropy,
-                self.captured,
-                loss_function,
-                self.processes(),
-                self.regression_weight.value,
-            )
+            return Update(self.trust_region, entropy, self.captured, loss_function, self.processes())
         if loss_function is not None:
             return None
         # A LoRA reference pass asks for no entropy.

@@ -7,7 +7,6 @@ if the head cannot be read, and `loss` computes the loss from these outputs.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -149,14 +148,7 @@ class Update(Hook):
         captured: The old policies, unless the inference engine reports them.
         loss_function: verl's loss function, which calls the policy loss.
         processes: The processes that hold the batch's tokens between them; None for this one only.
-        regression_weight: α, the weight of the pull in this update.
-
-    Attributes:
-        mean_pull: The mean of the pull over all tokens of the batch, in nats, once `metrics` was called; −inf if none
-            counts.
     """
-
-    mean_pull = -math.inf
 
     def __init__(
         self,
@@ -165,12 +157,10 @@ class Update(Hook):
         captured: Captured,
         loss_function: Callable[..., tuple[Tensor, dict[str, Any]]],
         processes: ProcessGroup | None,
-        regression_weight: float,
     ) -> None:
         super().__init__(settings, entropy)
         self._captured = captured
         self._loss_function, self._processes = loss_function, processes
-        self._regression_weight = regression_weight
         self._tally = Tally()
 
     def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
@@ -227,7 +217,7 @@ class Update(Hook):
         """The loss of verl, in which the policy term reads the projection."""
         names = ["log_ratio", "regression", *(() if self.settings.truncation is None else ("kept_log_mass",))]
         tokens = {name: no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in names}
-        with projected(ProjectedTokens(**tokens, regression_weight=self._regression_weight)):
+        with projected(ProjectedTokens(**tokens)):
             return self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
     @property
@@ -245,7 +235,4 @@ class Update(Hook):
 
         operation = torch.distributed.ReduceOp
         tally = self._tally.reduced(lambda x: reduced(x, operation.SUM), lambda x: reduced(x, operation.MAX))
-        pull, tokens = tally.totals["regression"].tolist()
-        if tokens:
-            self.mean_pull = pull / tokens
         return {name: value.item() for name, value in tally.values(empty=0.0).items()}

@@ -21,13 +21,11 @@ class ProjectedTokens:
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled tokens, differentiable.
         regression: The pull, KL(p̃ ‖ ⌊q⌋) or KL(p ‖ p̃), in nats, differentiable.
-        regression_weight: α, the weight of the pull in this update.
         kept_log_mass: log p̃(S) of the tokens that a truncated rollout kept; 0 where it kept all.
     """
 
     log_ratio: Tensor
     regression: Tensor
-    regression_weight: float
     kept_log_mass: Tensor | float = 0.0
 
 
@@ -91,7 +89,7 @@ def trust_region_policy_loss(
     if rollout_is_weights is not None:
         policy_term = policy_term * rollout_is_weights
     loss = agg_loss(
-        loss_mat=torch.where(mask, policy_term + tokens.regression_weight * tokens.regression, 0.0),
+        loss_mat=torch.where(mask, policy_term + config.policy_loss.regression_weight * tokens.regression, 0.0),
         loss_mask=response_mask,
         loss_agg_mode=loss_agg_mode,
         **config.global_batch_info,

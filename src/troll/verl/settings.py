@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from troll.trust_region.checks import check_choice, check_positive
+from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
 from troll.trust_region.policy.sparse import check_capture
@@ -41,9 +41,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             allowed with `pull` "proximal" only.
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖
             p̃), at every token.
-        regression_weight: α ≥ 0, the weight of the pull; with `regression_target`, its initial value.
-        regression_target: The mean divergence of the pull (nats) that α is adapted to keep, once per rollout; with
-            None, α is fixed.
+        regression_weight: α ≥ 0, the weight of the pull.
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
@@ -61,7 +59,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     kl_bound: float = 0.05
     pull: str = "projection"
     regression_weight: float = 1.0
-    regression_target: float | None = None
     top_k: int = 64
     mass_threshold: float = 1e-5
     constraint: str = "token"
@@ -71,7 +68,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     experimental_rollout: Any = None
     bypass_mode: bool = False
     distills: bool = False
-    trainer_mode: str | None = None
     kl_in_reward: bool = False
     rollout_log_probs: bool = True
     rollout_top_p: float = 1.0
@@ -89,17 +85,13 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_LOSS}.loss_mode must be troll with +troll=..., got {self.loss_mode!r}: leave the "
                 "group out to train with verl's own loss"
             )
-        optional = () if self.regression_target is None else ("regression_target",)
-        for name in ("kl_bound", "regression_weight", "mass_threshold", *optional):
+        for name in ("kl_bound", "regression_weight", "mass_threshold"):
             if not isinstance(value := getattr(self, name), int | float):
                 raise ValueError(f"{_LOSS}.{name} must be a number, got {value!r}")
         if not (self.kl_bound > 0 and (math.isfinite(self.kl_bound) or self.pull == "proximal")):
             raise ValueError(f"{_LOSS}.kl_bound must be above 0 and, unless pull=proximal, finite, got {self.kl_bound}")
         if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
             raise ValueError(f"{_LOSS}.regression_weight must be at least 0 and finite, got {self.regression_weight}")
-        if self.regression_target is not None:
-            check_positive(f"{_LOSS}.regression_target", self.regression_target)
-            check_positive(f"with regression_target, {_LOSS}.regression_weight", self.regression_weight)
         check_capture(self.top_k, self.mass_threshold)
         check_choice(f"{_LOSS}.pull", self.pull, PULLS)
         check_choice(f"{_LOSS}.constraint", self.constraint, CONSTRAINTS)
@@ -227,37 +219,14 @@ class _TrollActor:
         assign(self.engine, strategy=BACKEND_PREFIX + self.strategy, trust_region=self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
-        """Runs verl's checks on the driver, and warns if the trust region can never do anything.
-
-        Raises:
-            ValueError: If α should adapt, but the updates that decide about it are never off-policy.
-        """
+        """Runs verl's checks on the driver, and warns if the trust region can never do anything."""
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
-        loss = self.policy_loss
-        if (
-            loss.regression_target is not None
-            and loss.trainer_mode == "separate_async"
-            and loss.anchor == "old"
-            and self.ppo_epochs == 1
-        ):
-            raise ValueError(
-                f"{_LOSS}.regression_target adapts the weight to the KL of a batch's last update. separate_async makes "
-                "one update of each batch, and in the first after each synchronisation of the weights that KL is 0: "
-                f"set {_LOSS}.anchor=rollout, raise {_ACTOR}.ppo_epochs, or leave it out"
-            )
-        if loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
+        if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
             return
-        remedy = (
-            f"lower {_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
-            f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs"
-        )
-        if loss.regression_target is not None:
-            raise ValueError(
-                f"{_LOSS}.regression_target adapts the weight to the KL of a rollout's last update, which "
-                f"is 0 with one update per rollout: {remedy}, or leave it out"
-            )
         warnings.warn(
-            f"one update per rollout: old and new policy are always equal, and TROLL changes nothing: {remedy}",
+            "one update per rollout: old and new policy are always equal, and TROLL changes nothing: lower "
+            f"{_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
+            f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs",
             stacklevel=2,
         )
 

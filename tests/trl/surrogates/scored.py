@@ -17,7 +17,6 @@ def scored_tokens(
     *,
     advantages: Tensor | None = None,
     kl_bound: float = 0.05,
-    penalty_weight: float = 1.0,
     top_k: int | None = None,
     sequence: Tensor | None = None,
     counts: Tensor | None = None,
@@ -29,7 +28,6 @@ def scored_tokens(
         old_log_probs=old.log_prob,
         advantages=torch.ones(len(sampled)) if advantages is None else advantages,
         kl_bound=kl_bound,
-        penalty_weight=penalty_weight,
         constraint=None,
         old=old,
         new=troll.log_probs_at(new_logits, old.token_ids),
@@ -40,7 +38,7 @@ def scored_tokens(
 
 def settings(**values: Any) -> Any:
     """What a surrogate reads of a configuration."""
-    return SimpleNamespace(**{"pull": "projection", **values})
+    return SimpleNamespace(**{"pull": "projection", "regression_weight": 1.0, **values})
 
 
 def pair(tokens: int = 6, vocab: int = 9, distance: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

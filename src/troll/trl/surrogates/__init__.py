@@ -16,13 +16,8 @@ __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "se
 _OUTCOMES = ("support_top_k", "mass_threshold")
 _TROLL_SETTINGS = (
     "kl_bound",
-    "kl_bound_schedule",
-    "kl_bound_schedule_kwargs",
-    "kl_bound_entropy_exponent",
-    "kl_bound_negative_ratio",
     "pull",
     "regression_weight",
-    "regression_target",
     "support_top_k",
     "mass_threshold",
     "constraint",
@@ -39,15 +34,9 @@ def _on_top_k(own: masks.DPPOTVSettings | masks.DPPOKLSettings) -> bool:
 
 
 SURROGATES: dict[str, Surrogate] = {
-    "troll": Surrogate(
-        formulas.troll, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=_always
-    ),
-    "regression": Surrogate(
-        formulas.regression, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=_always
-    ),
-    "kl_penalty": Surrogate(
-        formulas.kl_penalty, formulas.KLPenaltySettings, _OUTCOMES, weighted="kl_penalty", reads_policies=_always
-    ),
+    "troll": Surrogate(formulas.troll, fields=_TROLL_SETTINGS, projects=True, reads_policies=_always),
+    "regression": Surrogate(formulas.regression, fields=_TROLL_SETTINGS, projects=True, reads_policies=_always),
+    "kl_penalty": Surrogate(formulas.kl_penalty, formulas.KLPenaltySettings, _OUTCOMES, reads_policies=_always),
     "clip": Surrogate(fields=("epsilon", "epsilon_high", "delta"), clips=True),
     "dppo_tv": Surrogate(masks.dppo_tv, masks.DPPOTVSettings, _OUTCOMES, reads_policies=_on_top_k),
     "dppo_kl": Surrogate(masks.dppo_kl, masks.DPPOKLSettings, _OUTCOMES, reads_policies=_on_top_k),

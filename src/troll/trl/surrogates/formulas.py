@@ -21,12 +21,7 @@ def troll(tokens: ScoredTokens, args: ConfigFields, own: NoSettings) -> Terms:
     """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the pull α KL(p̃ ‖ ⌊q⌋) or α KL(p ‖ p̃)."""
     assert tokens.old is not None and tokens.new is not None
     step = trust_region_step(tokens.new, tokens.old, tokens.kl_bound, constraint=tokens.constraint, pull=args.pull)
-    return Terms(
-        log_ratio=step.log_ratio,
-        penalty=tokens.penalty_weight * step.regression,
-        penalised_kl=step.regression.detach(),
-        step=step,
-    )
+    return Terms(log_ratio=step.log_ratio, penalty=args.regression_weight * step.regression, step=step)
 
 
 def regression(tokens: ScoredTokens, args: ConfigFields, own: NoSettings) -> Terms:
@@ -39,11 +34,8 @@ class KLPenaltySettings:
     """The settings of "kl_penalty".
 
     Attributes:
-        weight: β; with a `target`, its initial value.
+        weight: β.
         direction: The divergence of the penalty: "old_new", KL(p ‖ p̃), as in PPO; or "new_old", KL(p̃ ‖ p).
-        target: d, the mean KL (nats) that β is adapted to keep: after each rollout β is halved if the mean KL of the
-            rollout's last update was below d/1.5, and doubled if it was above 1.5 d, at most 1024 times larger or
-            smaller than `weight`. An update must not use tokens of two rollouts. With None, β is fixed.
         clip: ε of PPO's clip, which limits each token's ratio in addition; from 1 on without a lower end. None: no
             clip.
         cap: c > 1, the largest ratio: min(r, c) for the ratio r with either sign of the advantage, so that a token
@@ -52,7 +44,6 @@ class KLPenaltySettings:
 
     weight: float = number(1.0, "finite and above 0")
     direction: Literal["old_new", "new_old"] = "old_new"
-    target: float | None = number(None, "finite and above 0")
     clip: float | None = number(None, "finite and above 0")
     cap: float | None = number(None, "above 1")
 
@@ -74,8 +65,7 @@ def kl_penalty(tokens: ScoredTokens, args: ConfigFields, own: KLPenaltySettings)
     limited = own.clip is not None or own.cap is not None
     return Terms(
         log_ratio=limited_log_ratio(tokens, own.clip, own.cap) if limited else None,
-        penalty=tokens.penalty_weight * kl,
-        penalised_kl=kl.detach(),
+        penalty=own.weight * kl,
     )
 
 

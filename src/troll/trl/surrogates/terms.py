@@ -19,6 +19,7 @@ class ConfigFields(Protocol):
     """The fields of `TrollConfig` that surrogates read in addition to their own settings."""
 
     pull: Pull
+    regression_weight: float
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ class ScoredTokens:
         new_log_probs: log p̃(o) of the sampled tokens, raw and differentiable; with `truncated_ratio`, of p̃(o)/p̃(S).
         old_log_probs: log p(o) of the sampled tokens, raw; with `truncated_ratio`, of p(o)/p(S).
         advantages: A of the tokens.
-        kl_bound: ε in nats, a float or (N,).
-        penalty_weight: The weight of the surrogate's divergence for this update: α of a pull, β of a KL penalty.
+        kl_bound: ε in nats.
         constraint: Groups of tokens that share a multiplier; None if each has its own.
         old: The old policy; None if the surrogate does not need whole distributions.
         new: The new policy on the outcomes that the step needs, differentiable; None if `old` is None.
@@ -43,8 +43,7 @@ class ScoredTokens:
     new_log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
-    kl_bound: float | Tensor
-    penalty_weight: float
+    kl_bound: float
     constraint: Constraint | None
     old: SparsePolicy | None
     new: PolicyOnSupport | None
@@ -70,15 +69,12 @@ class Terms:
         log_ratio: Replaces log p̃(o)/p(o) in the ratio; differentiable.
         keep: Bool, true for the tokens whose policy term counts.
         penalty: Added to the loss of each token, with the policy term's normalisation; differentiable.
-        penalised_kl: The KL divergence in the penalty, in nats, without gradient, from which an adaptive weight is
-            adapted.
         step: The step of the trust region, for the log.
     """
 
     log_ratio: Tensor | None = None
     keep: Tensor | None = None
     penalty: Tensor | None = None
-    penalised_kl: Tensor | None = None
     step: TrustRegionStep | None = None
 
 
@@ -97,7 +93,6 @@ class Surrogate:
         own: The class of the surrogate's own settings, which users set by `surrogate_kwargs`.
         fields: The fields of `TrollConfig` that this surrogate reads and some others do not.
         sets: Fields of TRL's `GRPOConfig`, and the values that they must have with this surrogate.
-        weighted: The name in the log of the divergence with a weight (`NAME_weight`, `NAME_kl`); None for none.
         clips: Whether TRL's clip stays on.
         projects: Whether there is a projection, to be measured and logged.
         reads_policies: A function of the surrogate's own settings that tells whether it needs whole distributions in
@@ -108,7 +103,6 @@ class Surrogate:
     own: type[Any] = NoSettings
     fields: tuple[str, ...] = ()
     sets: Mapping[str, str] = field(default_factory=dict)
-    weighted: str | None = None
     clips: bool = False
     projects: bool = False
     reads_policies: Callable[[Any], bool] = lambda own: False

@@ -18,7 +18,6 @@ try:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine.utils import pad_packed_inputs
-    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.padding import no_padding_2_padding
 
     if MegatronEngine is not None:
@@ -47,9 +46,6 @@ NEEDED: tuple[Needed, ...] = (
     Needed(FSDPEngineWithLMHead, "_gather_and_unpad_packed", "sequence parallelism", ("tensor", "pad_size")),
     Needed(FSDPEngineWithLMHead, "_build_lora_module", "adapters that cannot be merged", ("module",)),
     Needed(FSDPEngineWithLMHead, "optimizer_step", "to leave an update out"),
-    Needed(FSDPEngineWithLMHead, "save_checkpoint", "the weight of the pull", ("local_path",)),
-    Needed(FSDPEngineWithLMHead, "load_checkpoint", "the weight of the pull", ("local_path",)),
-    Needed(TrainingWorker, "train_mini_batch", "the last update of a rollout", uses=("update_lr_scheduler",)),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
     Needed(ulysses_pad_and_slice_inputs, None, "sequence parallelism", ("sp_size",)),
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),
