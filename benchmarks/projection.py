@@ -56,7 +56,7 @@ def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders
     assert len(old) == tokens
     s, kl_bound = new - old, torch.full_like(old[:, 0], KL_BOUND)
     return {
-        "the paper's bracketing": lambda: bracket(TokenCurve(old, s), kl_bound),
+        "bracket": lambda: bracket(TokenCurve(old, s), kl_bound),
         "newton": lambda: newton(TokenCurve(old, s), kl_bound),
         "bisection, float64": lambda: bisection(old, s, kl_bound),
         "project": lambda: troll.project(new, old, KL_BOUND),
