@@ -38,8 +38,8 @@ _INERT = """
     renormalize_logits remove_invalid_values seed transformers_version
 """
 #: Settings of transformers' generation and of vLLM's sampling that do not change the distribution of the next token.
-#: Those of beams and of assistants have no effect without any. `stop_strings` and `return_dict_in_generate` are not among
-#: them: TRL's call of `generate` fails with either.
+#: Those of beams and of assistants have no effect without any. `stop_strings` and `return_dict_in_generate` are missing,
+#: since TRL's call of `generate` fails with either.
 INERT = frozenset(_INERT.split())
 
 #: The values, besides None, with which other settings do not change it; the first one is named in errors.
@@ -187,7 +187,7 @@ def _sampler(args: Any) -> dict[str, Any]:
 
 
 def refuse_changes(trainer: Any) -> None:
-    """Raises ValueError if a script has changed what the trainer samples from since `settle`: the old policy has not."""
+    """Raises ValueError if a script has changed what rollouts are sampled from since `settle`, unlike the old policy."""
     args = trainer.args
     if args.samples_as_trl:
         return

@@ -409,8 +409,8 @@ class TrollTrainer(GRPOTrainer):
         """Overrides the parent: True resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete; if the
-                training set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate; or if the
+            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete; if
+                the training set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate; or if the
                 sampler's settings were changed since the trainer was made.
         """
         sampling.refuse_changes(self)
