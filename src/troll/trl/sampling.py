@@ -38,8 +38,8 @@ _INERT = """
     renormalize_logits remove_invalid_values seed transformers_version
 """
 #: Settings of transformers' generation and of vLLM's sampling that do not change the distribution of the next token.
-#: Those of beams and of assistants have no effect without any. `stop_strings` and `return_dict_in_generate` are missing,
-#: since TRL's call of `generate` fails with either.
+#: Those of beams and of assistants have no effect without any. `stop_strings` and `return_dict_in_generate` are not
+#: among them, since TRL's call of `generate` fails with either.
 INERT = frozenset(_INERT.split())
 
 #: The values, besides None, with which other settings do not change it; the first one is named in errors.
@@ -187,17 +187,20 @@ def _sampler(args: Any) -> dict[str, Any]:
 
 
 def refuse_changes(trainer: Any) -> None:
-    """Raises ValueError if a script has changed what rollouts are sampled from since `settle`, unlike the old policy."""
+    """Raises ValueError if a script has changed the sampler since `settle`: the old policy would not follow."""
     args = trainer.args
     if args.samples_as_trl:
         return
     place = "vllm_generation" if args.use_vllm else "generation_config"
-    for name, value in _sampler(args).items():
-        found = getattr(getattr(trainer, place), name)
-        if found != value or (name == "temperature" and trainer.temperature != value):
+    expected = _sampler(args)
+    found = {f"{place}.{name}": getattr(getattr(trainer, place), name) for name in expected}
+    found["temperature"] = trainer.temperature  # of the old policy
+    for where, value in found.items():
+        name = where.rpartition(".")[-1]
+        if value != expected[name]:
             raise ValueError(
-                f"the trainer's {place} has {name}={found!r}, and the old policy {name}={value!r}: set {name} in "
-                "TrollConfig, before the trainer is made"
+                f"trainer.{where} was changed to {name}={value!r}, and TrollConfig has {name}={expected[name]!r}: set "
+                "it there, before the trainer is made, so that sampler and old policy agree"
             )
     if not args.use_vllm:
         now = {name: value for name, value in vars(trainer.generation_config).items() if not name.startswith("_")}

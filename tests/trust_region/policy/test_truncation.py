@@ -169,7 +169,7 @@ def test_edge_within_a_tie_is_that_of_the_sampler(truncation, kept, slots):
 def test_tie_of_many_tokens_counts_where_top_p_takes_its_share(settings, slots):
     """Top-k keeps the whole tie, and top-p few of it: what a capture holds of the tie may be more than top-p keeps."""
     logits = torch.tensor([[0.2, *[0.02] * 40]]).log()
-    processed = warped(logits, *settings, min_p_first=False).log_softmax(-1)[0]
+    processed = warped(logits, *settings, False).log_softmax(-1)[0]
     kept = processed > -torch.inf
     for token in (0, 40):
         policy = troll.capture(logits, torch.tensor([token]), top_k=slots, truncation=Truncation(*settings))
