@@ -51,7 +51,17 @@ def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str
             "surrogate_kwargs.weight was 0.3 and is 0.5",
         ),
         ({}, {"temperature": 0.7}, "temperature was 1.0 and is 0.7"),
-        ({}, {"generation_kwargs": {"min_p": 0.1}}, 'generation_kwargs was null and is {"min_p": 0.1}'),
+        ({}, {"generation_kwargs": {"min_p": 0.1}}, "min_p was null and is 0.1"),
+        ({}, {"generation_kwargs": {"max_new_tokens": 4}}, 'generation_kwargs was null and is {"max_new_tokens": 4}'),
+        *(
+            ({"model_init_kwargs": {"x": before}}, {"model_init_kwargs": {"x": after}}, "model_init_kwargs was ")
+            for before, after in (
+                (torch.bfloat16, torch.float32),
+                ({"a", "b"}, {"a", "c"}),
+                (Path("one"), Path("two")),
+                ({0: 1}, {0: 2}),
+            )
+        ),
         ({}, {"beta": 0.1}, "beta was 0.0 and is 0.1"),
         ({}, {"seed": 1}, "seed was 42 and is 1"),
         ({}, {"per_device_train_batch_size": 16}, "per_device_train_batch_size was 8 and is 16"),
@@ -84,6 +94,8 @@ def test_changed_settings_names_each_with_both_values(tmp_path, before, after, s
         ({"kl_bound": math.inf}, {"kl_bound": math.inf}),
         ({"surrogate_kwargs": "{}"}, {"surrogate_kwargs": {}}),
         ({"adam_beta1": 0.9, "optim_target_modules": ("a", "b")}, {"optim_target_modules": ["a", "b"]}),
+        ({"model_init_kwargs": {"x": {"a", "b", "c"}}}, {"model_init_kwargs": {"x": {"c", "b", "a"}}}),
+        ({"model_init_kwargs": {"x": print, "y": object()}}, {"model_init_kwargs": {"x": print, "y": object()}}),
         ({}, {"output_dir": "elsewhere", "run_name": "second", "project": "other"}),
         ({}, {"logging_steps": 7, "log_completions": True, "report_to": "none", "disable_tqdm": True}),
         ({}, {"save_steps": 3, "save_total_limit": 2, "save_strategy": "epoch"}),

@@ -52,6 +52,9 @@ OTHERS: dict[str, Any] = {
     "prompt_lookup_num_tokens": 2,
     "use_mtp": True,
     "token_healing": True,
+    "cache_implementation": "quantized",
+    "stop_strings": ["ab"],
+    "return_dict_in_generate": True,
     "a_setting_of_next_year": 0.5,
 }
 
@@ -73,6 +76,11 @@ FOLLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3": ({}, {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}),
     "Qwen2.5": ({}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}),
     "greedy": ({}, {"do_sample": False}),
+    "integers": ({"temperature": 2, "top_p": 1, "min_p": 0}, {}),
+    "neutral": (
+        {"repetition_penalty": 1, "cache_implementation": "static"},
+        {"suppress_tokens": [], "begin_suppress_tokens": [], "typical_p": 1, "num_beams": 1.0, "min_p": 0, "top_k": -1},
+    ),
 }
 
 
@@ -173,6 +181,15 @@ def test_neutral_values_are_left_alone(make, name):
     sampling.refuse_other_distributions({name: None})
 
 
+def test_neutral_values_are_left_alone_without_a_word(make):
+    neutral = {"suppress_tokens": [], "begin_suppress_tokens": [], "typical_p": 1, "min_p": 0, "top_k": 0, "top_p": 1}
+    with tiny.no_warnings_about("generation_config.json"):
+        make(model=model_with(neutral), top_k=None, top_p=None, generation_kwargs=neutral)
+        trainer = make(model=model_with(neutral), top_k=None, top_p=None)
+    assert_drawn_from_old_policy(make(model=model_with(neutral), **WHOLE))
+    assert trainer.args.truncation is None
+
+
 def test_every_setting_that_transformers_reads_for_its_processors_is_known_to_change_the_distribution():
     names = set(GenerationMixin._get_logits_processor.__code__.co_names) & vars(GenerationConfig()).keys()
     harmless = {"max_length", "use_cache", "renormalize_logits", "remove_invalid_values"}
@@ -261,6 +278,40 @@ def test_temperature_has_one_value_everywhere(make):
     assert trainer.generation_config.max_new_tokens == 4
     with pytest.raises(ValueError, match="temperature must be a number"):
         make(generation_kwargs={"temperature": None})
+
+
+@pytest.mark.parametrize("ends", [20, [7, 9]], ids=str)
+@pytest.mark.parametrize("by", ["generation_kwargs", "file"])
+def test_a_completion_ends_where_the_sampler_ends_it(make, ends, by):
+    """What `generate` fills a row up with was not sampled."""
+    given = {"eos_token_id": ends}
+    trainer = make(model=model_with(given if by == "file" else {}), generation_kwargs=None if by == "file" else given)
+    rows = tiny.unpadded(tiny.rolled_out(trainer))
+    ends = {*trainer.eos_token_ids}
+    assert ends >= ({20} if 20 in ends else {7, 9}) and any(row[-1] in ends for row in rows)
+    assert all(not ends & {*row[:-1]} and trainer.processing_class.pad_token_id not in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 0.5), ("temperature", 0.6), ("min_p", 0.1), ("typical_p", 0.5), ("num_beams", 2)]
+)
+def test_settings_changed_after_the_trainer_was_made_are_refused(make, name, value):
+    trainer = make()
+    setattr(trainer.model.generation_config, name, value)  # of the saved file, and of no rollout
+    sampling.refuse_changes(trainer)
+    setattr(trainer.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"{name}="):
+        trainer.train()
+    trainer = make()
+    trainer.generation_config = GenerationConfig(**{"do_sample": True, "max_new_tokens": 8, name: value})
+    with pytest.raises(ValueError, match="old policy"):
+        trainer.train()
+    if name == "temperature":
+        trainer = make()
+        trainer.temperature = value
+        with pytest.raises(ValueError, match="old policy"):
+            trainer.train()
+    make(surrogate="clip").generation_config.top_p = 0.5
 
 
 FILE_OF_TRL = {"min_p": 0.3, "no_repeat_ngram_size": 1}

@@ -445,7 +445,8 @@ class TrollConfig(GRPOConfig):
         for name in POLICY:
             setattr(self, name, more.pop(name, getattr(self, name)))
         self.generation_kwargs = more or None
-        asked = {name: getattr(self, name) for name in ("repetition_penalty", "vllm_structured_outputs_regex")} | more
+        fields = ("repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
+        asked = {name: getattr(self, name) for name in fields} | more
         asked.pop("suppress_tokens", None)  # a vision-language model may have to: the trainer knows
         refuse_other_distributions(asked)
         if self.temperature is None:

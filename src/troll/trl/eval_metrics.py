@@ -93,7 +93,9 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
     value: Any = temperature
     if not trainer.use_vllm:
         value = copy.deepcopy(before)
-        value.update(**({"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}))
+        value.update(
+            **({"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": float(temperature)})
+        )
     setattr(owner, name, value)
     try:
         yield

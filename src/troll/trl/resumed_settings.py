@@ -111,4 +111,9 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, Enum):
         return _plain(value.value)
-    return json_value(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, str | int | float | None):
+        return json_value(value)
+    text = repr(value)  # of a dtype, for example; not with the address of an object, which every run has anew
+    return type(value).__name__ if " at 0x" in text else text

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from troll.trl import seam
 
@@ -24,12 +25,12 @@ FILE = "the model's generation_config.json"
 POLICY = ("temperature", "top_k", "top_p", "min_p")
 
 _INERT = """
-    max_length max_new_tokens max_tokens max_time stop stop_strings stop_token_ids ignore_eos repetition_detection
+    max_length max_new_tokens max_tokens max_time stop stop_token_ids ignore_eos repetition_detection
     include_stop_str_in_output early_stopping length_penalty
     pad_token_id bos_token_id eos_token_id decoder_start_token_id
-    use_cache cache_implementation cache_config max_cache_len prefill_chunk_size low_memory skip_reading_prefix_cache
+    use_cache cache_config max_cache_len prefill_chunk_size low_memory skip_reading_prefix_cache
     compile_config disable_compile continuous_batching_config
-    output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
+    output_attentions output_hidden_states output_scores output_logits
     logprobs prompt_logprobs flat_logprobs output_kind stream_interval
     detokenize skip_special_tokens spaces_between_special_tokens
     num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold max_matching_ngram_size
@@ -37,7 +38,8 @@ _INERT = """
     renormalize_logits remove_invalid_values seed transformers_version
 """
 #: Settings of transformers' generation and of vLLM's sampling that do not change the distribution of the next token.
-#: Those of beams and of assistants have no effect without any.
+#: Those of beams and of assistants have no effect without any. `stop_strings` and `return_dict_in_generate` are not
+#: among them, since TRL's call of `generate` fails with either.
 INERT = frozenset(_INERT.split())
 
 #: The values, besides None, with which other settings do not change it; the first one is named in errors.
@@ -64,6 +66,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "use_mtp": (False,),
     "token_healing": (False,),
+    "return_dict_in_generate": (False,),
+    # A quantized cache rounds the keys and values that the next tokens are computed from.
+    "cache_implementation": ("dynamic", "paged", *(x for x in ALL_CACHE_IMPLEMENTATIONS if x != "quantized")),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
@@ -76,6 +81,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 #: The values with which all tokens are kept. vLLM takes them for settings that are None.
 ALL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None}
+#: The same for a sampler, with every value that does so.
+KEEPS_ALL: dict[str, tuple[Any, ...]] = {"top_k": (0,), "top_p": (1.0,), "min_p": (None, 0.0)}
 #: The values that transformers takes for settings that are None in the model's file too.
 UNSET = ALL | {"top_k": 50}
 
@@ -99,7 +106,12 @@ class RolloutConfig(GenerationConfig):
         """Overrides the parent: `generate` fills in what is None from the model's file, then from its defaults."""
         if defaults_only:
             defaults = seam.generation_defaults()
-            settings = {name: value for name, value in settings.items() if name in INERT or value == defaults.get(name)}
+            settings = {
+                name: value
+                for name, value in settings.items()
+                if value == defaults.get(name)
+                or (value != [] and name not in POLICY and not changes_distribution(name, value))
+            }
         return super().update(defaults_only, allow_custom_entries, **settings)
 
 
@@ -137,6 +149,9 @@ def settle(trainer: Any) -> Any:
     suppressed = (args.generation_kwargs or {}).get("suppress_tokens")
     if not are_among(suppressed, placeholders):
         refuse_other_distributions({"suppress_tokens": suppressed})
+    if not args.use_vllm and (ends := trainer.generation_config.eos_token_id):  # of generation_kwargs, or TRL's own
+        # TRL keeps a completion up to the first of these, and what `generate` writes after an end was not sampled.
+        trainer.eos_token_ids = list(ends) if isinstance(ends, Collection) else [ends]
     # vLLM gets every setting with the request, continuous batching reads no file, and a function of the user's samples
     # as the configuration says.
     alone = args.use_vllm or args.use_transformers_continuous_batching or trainer.rollout_func is not None
@@ -149,7 +164,7 @@ def settle(trainer: Any) -> Any:
         if not taken:
             raise
         raise ValueError(f"rollouts are sampled with {_listed(taken)}, from {FILE}, and {error}") from error
-    sampler = {"temperature": args.temperature, "top_k": max(args.top_k, 0), "top_p": args.top_p, "min_p": args.min_p}
+    sampler = _sampler(args)
     if args.use_vllm:
         for name, value in (sampler | {"repetition_penalty": 1.0}).items():
             setattr(trainer.vllm_generation, name, value)
@@ -158,11 +173,40 @@ def settle(trainer: Any) -> Any:
         sampler["suppress_tokens"] = file["suppress_tokens"]
     _use(trainer, sampler, KNOWN_PROCESSORS | ({"SuppressTokensLogitsProcessor"} if placeholders else set()))
     if trainer.accelerator.is_main_process:
-        taken = {name: value for name, value in taken.items() if value != ALL[name]}
+        taken = {name: value for name, value in taken.items() if _sampler(args)[name] not in KEEPS_ALL[name]}
         off = {k: v for k, v in file.items() if changes_distribution(k, v) and k not in sampler and k[0] != "_"}
         off.pop("do_sample", None)  # rollouts always sample
         _tell(taken, off)
     return args
+
+
+def _sampler(args: Any) -> dict[str, Any]:
+    """What the sampler gets of a settled configuration; transformers takes no integer for a temperature."""
+    temperature = float(args.temperature)
+    return {"temperature": temperature, "top_k": max(args.top_k, 0), "top_p": args.top_p, "min_p": args.min_p}
+
+
+def refuse_changes(trainer: Any) -> None:
+    """Raises ValueError if a script has changed the sampler since `settle`: the old policy would not follow."""
+    args = trainer.args
+    if args.samples_as_trl:
+        return
+    place = "vllm_generation" if args.use_vllm else "generation_config"
+    expected = _sampler(args)
+    found = {f"{place}.{name}": getattr(getattr(trainer, place), name) for name in expected}
+    found["temperature"] = trainer.temperature  # of the old policy
+    for where, value in found.items():
+        name = where.rpartition(".")[-1]
+        if value != expected[name]:
+            raise ValueError(
+                f"trainer.{where} was changed to {name}={value!r}, and TrollConfig has {name}={expected[name]!r}: set "
+                "it there, before the trainer is made, so that sampler and old policy agree"
+            )
+    if not args.use_vllm:
+        now = {name: value for name, value in vars(trainer.generation_config).items() if not name.startswith("_")}
+        if are_among(now.get("suppress_tokens"), placeholder_ids(trainer.model)):
+            del now["suppress_tokens"]
+        refuse_other_distributions(now)
 
 
 def _use(trainer: Any, sampler: dict[str, Any], known: set[str]) -> None:
@@ -174,6 +218,7 @@ def _use(trainer: Any, sampler: dict[str, Any], known: set[str]) -> None:
         known: The classes of processors that do not need to be refused.
     """
     config = {name: value for name, value in vars(trainer.generation_config).items() if not name.startswith("_")}
+    config = {name: value for name, value in config.items() if value != []}  # for which transformers has processors
     trainer.generation_config = RolloutConfig(**config | {"do_sample": True} | sampler)
     if unknown := seam.score_processors(trainer.model, trainer.generation_config) - known:
         raise ValueError(

@@ -401,9 +401,11 @@ class TrollTrainer(GRPOTrainer):
         """Overrides the parent: True resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete; or if
-                the training set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate.
+            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete; if
+                the training set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate; or if the
+                sampler's settings were changed since the trainer was made.
         """
+        sampling.refuse_changes(self)
         checks.refuse_few_rows(self)
         self._use_checked = False
         seam.forget_rollout(self)

@@ -164,6 +164,22 @@ def test_edge_within_a_tie_is_that_of_the_sampler(truncation, kept, slots):
         assert float(found.log_prob.exp()) == pytest.approx(0.146 / mass, rel=1e-6)
 
 
+@pytest.mark.parametrize("slots", [1, 8, 41])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.31, 0.0), (2, 0.31, 0.0), (2, 0.31, 0.05), (2, 0.9, 0.09), (9, 0.31, 0.0)]
+)
+def test_tie_of_many_tokens_counts_where_top_p_takes_its_share(top_k, top_p, min_p, slots):
+    """Top-k keeps the whole tie, and top-p few of it: what a capture holds of the tie may be more than top-p keeps."""
+    logits = torch.tensor([[0.2, *[0.02] * 40]]).log()
+    processed = warped(logits, top_k, top_p, min_p, min_p_first=False).log_softmax(-1)[0]
+    kept = processed > -torch.inf
+    for token in (0, 40):
+        policy = troll.capture(logits, torch.tensor([token]), top_k=slots, truncation=Truncation(top_k, top_p, min_p))
+        assert int(policy.used.sum()) == int(kept.sum()) > 1
+        own = processed[0] if token == 0 else processed[kept][-1]
+        torch.testing.assert_close(policy.log_prob[0], own, rtol=0, atol=within(1e-6))
+
+
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 def test_capture_is_renormalised_on_kept_set(truncation):
     logits = random_logits(3, 4)

@@ -163,8 +163,8 @@ class Truncation:
         than tokens outside.
         """
         truncation = self
-        if self.min_p_first and self.min_p:  # the mass that top-p takes a share of has to be there
-            truncation = dataclasses.replace(self, top_p=1.0)
+        if self.top_p < 1 and (self.top_k or self.min_p_first):  # the mass that top-p takes a share of has to be there
+            truncation = dataclasses.replace(self, top_p=1.0, min_p=self.min_p if self.min_p_first else 0.0)
         needed = truncation._first_slots(policy)
         if self.ties == "all":
             needed = needed | self._at_edge(policy, needed)
