@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice
-from troll.trust_region.dual import Moments, TokenCurve
+from .checks import check_choice
+from .dual import Moments, TokenCurve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

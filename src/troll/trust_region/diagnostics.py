@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_mask_fits, check_shape, shape_text
-from troll.trust_region.constraint import Constraint
-from troll.trust_region.dual import newton
-from troll.trust_region.metrics import Tally, counted, distribution, largest, quantiles, total
-from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float, divergence, floored
-from troll.trust_region.projection import broadcast_bound, outside_ball
-from troll.trust_region.step import common_outcomes, pull_to_old
+from .checks import check_mask_fits, check_shape, shape_text
+from .constraint import Constraint
+from .dual import newton
+from .metrics import Tally, counted, distribution, largest, quantiles, total
+from .policy.on_support import PolicyOnSupport, sparse_entropy
+from .policy.sparse import SparsePolicy
+from .probabilities import PROBABILITY_FLOOR, as_float, divergence, floored
+from .projection import broadcast_bound, outside_ball
+from .step import common_outcomes, pull_to_old
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from troll.trust_region.probabilities import divergence
+from .probabilities import divergence
 
 #: A safety limit: `newton` needs 3 to 5 evaluations in the median, and 13 in the worst case seen.
 MAX_EVALUATIONS = 64

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from troll.trust_region import dual
+from . import dual
 
 TOLERANCE = tl.constexpr(dual.tolerance(torch.float32))
 MAX_EVALUATIONS = tl.constexpr(dual.MAX_EVALUATIONS)

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice, shape_text
-from troll.trust_region.metrics import step_tally
-from troll.trust_region.step import TrustRegionStep
+from .checks import check_choice, shape_text
+from .metrics import step_tally
+from .step import TrustRegionStep
 
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]

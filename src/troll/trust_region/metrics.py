@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities import as_float
-from troll.trust_region.step import TrustRegionStep
+from .policy.sparse import SparsePolicy
+from .probabilities import as_float
+from .step import TrustRegionStep
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_shape
-from troll.trust_region.dual import TokenCurve, tilt, tolerance
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities import LOG_FLOOR, as_float, divergence, floored
-from troll.trust_region.projection import broadcast_bound
-from troll.trust_region.reading.capture import capture
-from troll.trust_region.step import TrustRegionStep
+from .checks import check_shape
+from .dual import TokenCurve, tilt, tolerance
+from .policy.sparse import SparsePolicy
+from .probabilities import LOG_FLOOR, as_float, divergence, floored
+from .projection import broadcast_bound
+from .reading.capture import capture
+from .step import TrustRegionStep
 
 #: Range and resolution of the search for the multiplier η.
 BRACKET_RANGE = (1e-7, 1e2)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from troll.trust_region.constraint import Constraint, SharedCurve
-from troll.trust_region.dual import TokenCurve, newton, tilt
-from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities import as_float, divergence, floored
+from .constraint import Constraint, SharedCurve
+from .dual import TokenCurve, newton, tilt
+from .policy.on_support import PolicyOnSupport, present_outcomes
+from .policy.sparse import SparsePolicy
+from .probabilities import as_float, divergence, floored
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,17 +12,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice
-from troll.trust_region.constraint import Constraint
-from troll.trust_region.kernels import use_triton
-from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.policy.truncation import kept_or_not
-from troll.trust_region.probabilities import as_float, divergence, floored
-from troll.trust_region.projection import CommonOutcomes, TokenProjection, project_tokens
-from troll.trust_region.reading.logits import Logits
-from troll.trust_region.reading.read import read
-from troll.trust_region.reading.source import LogitsSource
+from .checks import check_choice
+from .constraint import Constraint
+from .kernels import use_triton
+from .policy.on_support import PolicyOnSupport, present_outcomes
+from .policy.sparse import SparsePolicy
+from .policy.truncation import kept_or_not
+from .probabilities import as_float, divergence, floored
+from .projection import CommonOutcomes, TokenProjection, project_tokens
+from .reading.logits import Logits
+from .reading.read import read
+from .reading.source import LogitsSource
 
 Pull = Literal["projection", "proximal"]
 PULLS: tuple[Pull, ...] = get_args(Pull)
@@ -123,7 +123,7 @@ def trust_region_step(
         )
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and use_triton(new.logits, new.logits.shape[-1] + 1):
-        from troll.trust_region import step_triton
+        from . import step_triton
 
         return step_triton.step(new, old, kl_bound, pull)
 

@@ -17,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from troll.trust_region import probabilities
-from troll.trust_region.dual_triton import divergence_terms, newton, tilt
-from troll.trust_region.kernels import launching_on
-from troll.trust_region.policy.on_support import PolicyOnSupport
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities_triton import log_sum_exp, nan_unless_finite, program_of
-from troll.trust_region.projection import broadcast_bound
-from troll.trust_region.step import Pull, TrustRegionStep
+from . import probabilities
+from .dual_triton import divergence_terms, newton, tilt
+from .kernels import launching_on
+from .policy.on_support import PolicyOnSupport
+from .policy.sparse import SparsePolicy
+from .probabilities_triton import log_sum_exp, nan_unless_finite, program_of
+from .projection import broadcast_bound
+from .step import Pull, TrustRegionStep
 
 LOG_FLOOR = tl.constexpr(probabilities.LOG_FLOOR)
 

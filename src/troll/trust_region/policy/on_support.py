@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities import as_float, entropy_of
+from ..probabilities import as_float, entropy_of
+from .sparse import SparsePolicy
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import shape_text
-from troll.trust_region.policy.sparse import (
+from ..checks import shape_text
+from .sparse import (
     SparsePolicy,
     check_alike,
     common_temperature,

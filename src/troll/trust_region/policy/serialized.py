@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import shared
-from troll.trust_region.policy.packed import PackedPolicy
-from troll.trust_region.policy.sparse import common_temperature
+from ..checks import shared
+from .packed import PackedPolicy
+from .sparse import common_temperature
 
 #: The words of a record that come before its counts.
 HEADER = 13

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import shape_text, shared
+from ..checks import shape_text, shared
 
 
 def leave_inference_mode(policy: Any) -> None:

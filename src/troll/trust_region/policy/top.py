@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_integers, check_shape, check_tokens_in, shape_text
-from troll.trust_region.kernels import MAX_SELECTED, use_triton
-from troll.trust_region.policy.on_support import PolicyOnSupport
-from troll.trust_region.policy.sparse import SparsePolicy, check_capture
-from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float
+from ..checks import check_integers, check_shape, check_tokens_in, shape_text
+from ..kernels import MAX_SELECTED, use_triton
+from ..probabilities import PROBABILITY_FLOOR, as_float
+from .on_support import PolicyOnSupport
+from .sparse import SparsePolicy, check_capture
 
 #: Entries in a block. The K blocks with the largest maxima contain the K largest entries, so only those are sorted.
 BLOCK = 64
@@ -129,7 +129,7 @@ def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: 
     vocabulary, has NaN in its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
-        from troll.trust_region.policy import top_triton
+        from . import top_triton
 
         slots = top_triton.slots(top, sampled, vocab_size, mass_threshold)
     else:

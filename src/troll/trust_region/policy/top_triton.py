@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from troll.trust_region.kernels import launching_on
-from troll.trust_region.probabilities_triton import log_add_exp, log_sum_exp, nan_unless_finite, program_of, sortable
+from ..kernels import launching_on
+from ..probabilities_triton import log_add_exp, log_sum_exp, nan_unless_finite, program_of, sortable
 
 #: Entries with which all others are compared at once.
 COMPARED = 4

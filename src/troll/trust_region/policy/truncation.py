@@ -20,9 +20,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice
-from troll.trust_region.policy.on_support import PolicyOnSupport
-from troll.trust_region.policy.sparse import SparsePolicy
+from ..checks import check_choice
+from .on_support import PolicyOnSupport
+from .sparse import SparsePolicy
 
 Ties = Literal["all", "exact"]
 

@@ -7,17 +7,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_integers, check_shape, check_tokens_in
-from troll.trust_region.kernels import MAX_SELECTED
-from troll.trust_region.policy.on_support import PolicyOnSupport
-from troll.trust_region.policy.sparse import SparsePolicy, check_capture
-from troll.trust_region.policy.top import Top, largest_of_policy, policy_from_top
-from troll.trust_region.policy.truncation import Truncation
-from troll.trust_region.probabilities import float_dtype
-from troll.trust_region.reading.logits import Logits
-from troll.trust_region.reading.source import LogitsSource
-from troll.trust_region.reading.tiles import TailSums, rows_of
-from troll.trust_region.reading.vocabulary import Vocabulary
+from ..checks import check_integers, check_shape, check_tokens_in
+from ..kernels import MAX_SELECTED
+from ..policy.on_support import PolicyOnSupport
+from ..policy.sparse import SparsePolicy, check_capture
+from ..policy.top import Top, largest_of_policy, policy_from_top
+from ..policy.truncation import Truncation
+from ..probabilities import float_dtype
+from .logits import Logits
+from .source import LogitsSource
+from .tiles import TailSums, rows_of
+from .vocabulary import Vocabulary
 
 
 def capture(

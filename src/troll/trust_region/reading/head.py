@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_shape, shape_text
-from troll.trust_region.kernels import MAX_OUTCOMES
-from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.probabilities import as_float, float_dtype
-from troll.trust_region.reading.source import LogitsSource, Reading, slices
-from troll.trust_region.reading.tiles import Support, Tile, Upstream, rows_of
+from ..checks import check_shape, shape_text
+from ..kernels import MAX_OUTCOMES
+from ..policy.top import BLOCK
+from ..probabilities import as_float, float_dtype
+from .source import LogitsSource, Reading, slices
+from .tiles import Support, Tile, Upstream, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

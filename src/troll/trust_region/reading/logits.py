@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from troll.trust_region.kernels import MAX_OUTCOMES
-from troll.trust_region.reading.source import LogitsSource, Reading, slices
-from troll.trust_region.reading.tiles import Support, TensorRows, Tile, Upstream, rows_of
+from ..kernels import MAX_OUTCOMES
+from .source import LogitsSource, Reading, slices
+from .tiles import Support, TensorRows, Tile, Upstream, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

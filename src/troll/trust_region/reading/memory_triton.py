@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from troll.trust_region.reading.tiles import TensorRows, Transform
+from .tiles import TensorRows, Transform
 
 #: The widest loads may begin at multiples of this many elements, in any dtype.
 WIDEST = 16

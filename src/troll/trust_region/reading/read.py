@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from troll.trust_region.checks import check_integers, check_shape, check_tokens_in
-from troll.trust_region.policy.on_support import PolicyOnSupport
-from troll.trust_region.probabilities import float_dtype
-from troll.trust_region.reading.logits import Logits
-from troll.trust_region.reading.source import LogitsSource
-from troll.trust_region.reading.tiles import Support, TailSums, Upstream, rows_of
+from ..checks import check_integers, check_shape, check_tokens_in
+from ..policy.on_support import PolicyOnSupport
+from ..probabilities import float_dtype
+from .logits import Logits
+from .source import LogitsSource
+from .tiles import Support, TailSums, Upstream, rows_of
 
 
 def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> PolicyOnSupport:

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from troll.trust_region.kernels import VARIABLE, launching_on
-from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.probabilities_triton import sortable
-from troll.trust_region.reading import tiles
-from troll.trust_region.reading.launch_triton import grid_of, launcher, select_warps
-from troll.trust_region.reading.memory_triton import Memory, logits_of, row_of
-from troll.trust_region.reading.tiles import Support, Transform
+from ..kernels import VARIABLE, launching_on
+from ..policy.top import BLOCK
+from ..probabilities_triton import sortable
+from . import tiles
+from .launch_triton import grid_of, launcher, select_warps
+from .memory_triton import Memory, logits_of, row_of
+from .tiles import Support, Transform
 
 _NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_integers, shape_text
-from troll.trust_region.kernels import MAX_OUTCOMES, use_triton
-from troll.trust_region.reading.tiles import Support, Tile, Transform, Upstream
-from troll.trust_region.reading.vocabulary import Vocabulary
+from ..checks import check_integers, shape_text
+from ..kernels import MAX_OUTCOMES, use_triton
+from .tiles import Support, Tile, Transform, Upstream
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -122,7 +122,7 @@ class Reading(ABC):
         #: The class of the tiles.
         self.tile: type[Tile] = Tile
         if use_triton(memory, slots, max_slots):
-            from troll.trust_region.reading.tiles_triton import TritonTile
+            from .tiles_triton import TritonTile
 
             self.tile = TritonTile
 

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.top import top_ids
-from troll.trust_region.probabilities import as_float
+from ..policy.top import top_ids
+from ..probabilities import as_float
 
 #: Tokens that are computed at once where an operation needs a copy of its operand: memory of that size is kept for the
 #: next time, while a whole tile's goes back to the system and returns page by page.

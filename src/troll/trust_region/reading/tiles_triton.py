@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from troll.trust_region.kernels import launching_on
-from troll.trust_region.reading import select_triton, tiles
-from troll.trust_region.reading.launch_triton import grid_of, launcher
-from troll.trust_region.reading.memory_triton import Memory, logits_of, row_of, tanh
-from troll.trust_region.reading.tiles import Support, TailSums, TensorRows, Tile, Transform, Upstream
+from ..kernels import launching_on
+from . import select_triton, tiles
+from .launch_triton import grid_of, launcher
+from .memory_triton import Memory, logits_of, row_of, tanh
+from .tiles import Support, TailSums, TensorRows, Tile, Transform, Upstream
 
 _NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.top import Top, largest
+from ..policy.top import Top, largest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
