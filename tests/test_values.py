@@ -59,7 +59,21 @@ def test_a_key_that_is_there_twice_is_named(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["a: [", "a: !!int 1e3", "a: b: c", "\ta: 1", "a: 1\n---\nb: 2", "a: \x07", '{"a": 1'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: [", "a: !!int 1e3", "a: b: c", "\ta: 1", "a: 1\n---\nb: 2", "a: \x07", '{"a": 1'),
+        *(
+            "a: !!bool yes",
+            "a: !!null x",
+            "a: !!float x",
+            "a: !!python/name:os.system",
+            "a: &x {b: *x}",
+            "a: &x [[*x]]",
+        ),
+        *(f"a: {'[' * 20_000}", f"a: {'[' * 5000}{']' * 5000}", f'{{"a": {"[" * 200_000}{"]" * 200_000}}}'),
+    ],
+)
 def test_what_is_no_yaml_is_one_line_with_the_file(tmp_path, text):
     path = tmp_path / "broken.yaml"
     path.write_text(text)

@@ -58,8 +58,12 @@ def parsed(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError:
         pass
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     try:
-        return yaml.load(text, Loader=CoreLoader)
+        loader = CoreLoader(text)
+        loader.deep_construct = True  # refuses a value that holds itself
+        return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         if mark is None:
@@ -68,6 +72,10 @@ def parsed(text: str) -> Any:
         raise ValueError(f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}: {rest}") from None
     except yaml.YAMLError as error:
         raise ValueError(one_line(error)) from None
+    except KeyError as error:
+        raise ValueError(f"the value {error} does not fit its tag") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def read_value(text: str) -> Any:

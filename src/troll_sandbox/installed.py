@@ -58,8 +58,11 @@ def find_bubblewrap() -> str:
 def _checked(program: Path) -> str:
     """Hashes the files once per process; returns the program's path."""
     folder = program.parents[2]
-    files = [file for file in (program, *(folder / LIBRARIES).rglob("*")) if file.is_file()]
-    found = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    files = [file for file in (program, *(folder / LIBRARIES).rglob("*")) if file.is_file() or file.is_symlink()]
+    found = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "a link"
+        for file in files
+    }
     known = SHA256.get(platform.machine(), {})
     for name in sorted(found | known):
         if found.get(name) != known.get(name):

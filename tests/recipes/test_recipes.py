@@ -211,7 +211,17 @@ def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None
         ("learning_rate: true", "learning_rate must be a number, got True"),
         ("learning_rate: 1:30", "argument --learning_rate.*: must be a number, got '1:30'"),
         ("reward_weights: [yes]", r"reward_weights must be a number, got 'yes'"),
+        ("reward_weights: .5", r"reward_weights takes a list, got 0\.5: write \[0\.5\]"),
+        ("eval_tasks: 5", "eval_tasks takes a list, got 5"),
         ("run_name: 1e5", "run_name takes a text, and YAML reads 100000.0 as a number: put it in quotes"),
+        ("dataset_path: true", "dataset_path takes a text, and YAML reads True as true or false: put it in quotes"),
+        ("task: {name: gsm8k}", "task takes a text, got {'name': 'gsm8k'}"),
+        ("disable_dropout: 2", "disable_dropout must be true or false, got 2"),
+        ("use_peft: {}", "use_peft must be true or false, got {}"),
+        ("gradient_checkpointing: on", "argument --gradient_checkpointing.*: Truthy value expected: got on"),
+        ("learning_rate: null", "learning_rate must be finite and at least 0, got None"),
+        ("seed: null", r"seed must be an integer in \[0, 2\^32\), got None"),
+        ("ddp_timeout: 1e30", "too large"),
         (
             "surrogate_kwargs: '{weight: 1, weight: 2}'",
             "surrogate_kwargs is not valid JSON or YAML .found duplicate key",
@@ -238,6 +248,14 @@ def test_numbers_out_of_their_range_are_refused_before_anything_is_loaded(name: 
     [
         *("temperature: 0", "max_grad_norm: -1", "max_grad_norm: .nan", "adam_beta1: 1", "max_completion_length: 0"),
         *("gradient_accumulation_steps: -1", "per_device_train_batch_size: 0", "num_iterations: -2"),
+        *("gradient_accumulation_steps: 0", "num_generations: 0", "num_iterations: 0", "num_generations_eval: 0"),
+        *("per_device_eval_batch_size: 0", "ref_model_sync_steps: 0", "num_train_epochs: 0", "num_train_epochs: .nan"),
+        *("max_steps: 0", "max_steps: -2", "seed: -1", "seed: 1e30", "data_seed: 4294967296", "warmup_steps: .inf"),
+        *("weight_decay: -1", "weight_decay: .inf", "adam_epsilon: .inf", "adam_epsilon: -1e-8", "beta: 1e400"),
+        *("reward_weights: [.nan]", "reward_weights: [.inf]", "entropy_coef: .nan", "neftune_noise_alpha: .nan"),
+        *("logging_steps: .nan", "logging_steps: .inf", "eval_steps: -1", "save_steps: .inf", "save_steps: -.5"),
+        *("vllm_importance_sampling_clip_max: -1", "vllm_importance_sampling_clip_min: .nan"),
+        *("off_policy_mask_threshold: .nan", "off_policy_mask_threshold: -1"),
     ],
 )
 def test_other_numbers_that_train_nothing_right_are_refused(tmp_path: Path, line: str) -> None:
@@ -324,7 +342,7 @@ def test_numbers_are_those_of_yaml_1_2_wherever_they_are(tmp_path: Path) -> None
         assert type(training.max_steps) is int
         assert recipes.load(name, line).task.eval_size == 10
         assert training.reward_weights == [0.1, 0.5, 1.0]
-        assert training.generation_kwargs == {"top_p": 0.9}
+        assert training.top_p == 0.9  # which generation_kwargs has set
         assert (training.own_settings.weight, training.own_settings.cap) == (1e-3, 5.0)
         assert training.eval_strategy == "no"
     recipes.save(recipes.load(str(path)), tmp_path / "again.yaml")

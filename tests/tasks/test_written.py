@@ -7,6 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
 from troll import cli
 from troll.tasks import TaskConfig, TaskError, load_task
@@ -107,13 +108,17 @@ def test_dates_in_quotes_are_texts_of_ones_own_reward_and_refused_in_mathematics
         [1e19, 0.5],
         [2.0**53, 0.5],
         pa.array([2.0**24, 0.5], pa.float32()),
+        [b"1", b"2"],
+        pa.array([[1], [2]]),
+        pa.array([["one"], ["two"]]),
+        pa.array([{"value": 1}] * 2),
     ],
 )
 def test_columns_of_other_types_are_refused_with_the_remedy(tmp_path, golds, values, reward):
     table = pa.table({"q": ["a", "b"], "r": pa.StructArray.from_arrays([pa.array(values)], ["gold"])})
     pq.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(
-        TaskError, match=r"row [01] \(counted from 0\) of .* field 'r\.gold'.*as text, in quotes$"
+        TaskError, match=r"row [01] \(counted from 0\) of .* field 'r\.gold'.*as text(, in quotes)?$"
     ) as error:
         golds(tmp_path / "rows.parquet", "r.gold", reward)
     assert "skip_unanswered" not in str(error.value)
@@ -140,6 +145,32 @@ def test_truth_values_of_json_are_refused_with_the_remedy(tmp_path, golds):
 def test_numbers_of_parquet_are_graded_as_their_type_has_them(tmp_path, golds, values, expected):
     pq.write_table(pa.table({"q": ["a", "b", "c"], "answer": values}), tmp_path / "rows.parquet")
     assert golds(tmp_path / "rows.parquet") == expected
+
+
+def test_the_number_of_a_class_is_refused(tmp_path, golds):
+    features = Features({"q": Value("string"), "answer": ClassLabel(names=["no", "yes"])})
+    Dataset.from_dict({"q": ["a", "b"], "answer": [0, 1]}, features=features).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(TaskError, match=r"row 1 .* field 'answer', but the number of a class, 1: .* in quotes$"):
+        golds(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("answers", [("[12]", "[13]"), ('["12"]', '["13"]'), ("[1.5]", "3"), ('{"x": 1}', '{"x": 2}')])
+def test_golds_of_json_that_hold_several_values_are_refused(tmp_path, golds, answers):
+    with pytest.raises(TaskError, match=r"field 'answer', but (a list|several fields), .*name one that holds one"):
+        golds(json_lines(tmp_path / "rows.jsonl", *answers[::-1]), skip_unanswered=False)
+
+
+def test_integers_of_any_length_are_read(tmp_path, golds):
+    long = f"-1{'2' * 5000}"
+    path = json_lines(tmp_path / "rows.jsonl", "0.5", long)
+    assert golds(path, reward="own.py:success") == ["0.5", long]
+    with pytest.raises(TaskError, match=r"row 1 .* field 'answer'"):  # longer than an answer of mathematics
+        golds(path)
+
+
+def test_a_number_that_is_lost_next_to_texts_is_graded(tmp_path, golds):
+    path = json_lines(tmp_path / "rows.jsonl", '"x"', "0.1234567890123456789", "1e400")
+    assert golds(path, reward="own.py:success") == ["x", "0.1234567890123456789", "1e+400"]
 
 
 def test_tasks_check_says_the_same(tmp_path, capsys):

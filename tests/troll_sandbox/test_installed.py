@@ -87,10 +87,19 @@ def write(name: str) -> Callable[[Path], object]:
         (write(LIBRARY), LIBRARY),
         (write(f"{LIBRARIES}/libc.so.6"), f"{LIBRARIES}/libc.so.6"),
         (write(f"{LIBRARIES}/glibc-hwcaps/libcap.so"), f"{LIBRARIES}/glibc-hwcaps/libcap.so"),
+        (lambda folder: (folder / LIBRARIES / "tls").symlink_to("/usr/lib"), f"{LIBRARIES}/tls"),
         (lambda folder: (folder / LIBRARY).unlink(), LIBRARY),
         (lambda folder: (folder / PROGRAM).write_text(""), PROGRAM),
     ],
-    ids=["program", "library", "another library", "a library in a subfolder", "no library", "empty program"],
+    ids=[
+        "program",
+        "library",
+        "another library",
+        "a library in a subfolder",
+        "a linked folder",
+        "no library",
+        "empty program",
+    ],
 )
 def test_find_bubblewrap_refuses_unknown_files(package: Path, change: Callable[[Path], object], name: str) -> None:
     change(package)

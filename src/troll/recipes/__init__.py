@@ -73,6 +73,8 @@ def _reader(hint: Any) -> Callable[[Any], Any] | None:
 _READERS = {name: reader for name, hint in _HINTS.items() if (reader := _reader(hint)) is not None}
 #: Fields that hold nothing but a text.
 _TEXTS = frozenset(name for name, hint in _HINTS.items() if {str} == {*(get_args(hint) or [hint])} - {type(None)})
+#: Fields that are true or false.
+_FLAGS = frozenset(name for name, hint in _HINTS.items() if {bool} == {*(get_args(hint) or [hint])} - {type(None)})
 
 #: Alternative settings of the number of updates per rollout. The one that is set last counts.
 _ROLLOUT_LENGTH = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
@@ -239,7 +241,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         task, training, model, unknown = parser.parse_args_into_dataclasses(
             args=arguments, return_remaining_strings=True
         )
-    except (ValueError, TypeError) as error:  # the configurations' own validation
+    except (ValueError, TypeError, OverflowError) as error:  # the configurations' own validation
         raise RecipeError(one_line(error)) from error
     if unknown:
         field = unknown[0].removeprefix("--").split("=")[0]
@@ -415,8 +417,17 @@ class _Parser(TrlParser):
                     fitted[name] = _dictionary(name, value)
             elif value is None:
                 continue
-            elif name in _TEXTS and isinstance(value, int | float) and not isinstance(value, bool):
-                raise RecipeError(f"{name} takes a text, and YAML reads {value!r} as a number: put it in quotes")
+            elif name in _TEXTS:
+                kind = "true or false" if isinstance(value, bool) else "a number"
+                if isinstance(value, dict | list):
+                    raise RecipeError(f"{name} takes a text, got {value!r}")
+                raise RecipeError(f"{name} takes a text, and YAML reads {value!r} as {kind}: put it in quotes")
+            elif name in _FLAGS:
+                if value not in (True, False):  # 1 and 0 are equal to these
+                    raise RecipeError(f"{name} must be true or false, got {value!r}")
+                fitted[name] = bool(value)
+            elif name in LISTS and isinstance(value, int | float):
+                raise RecipeError(f"{name} takes a list, got {value!r}: write [{json.dumps(value)}]")
             elif name in _READERS:
                 read = _READERS[name]
                 try:

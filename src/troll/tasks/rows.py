@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Value
+from datasets import ClassLabel, Dataset, Value
 
 from troll.tasks.registry import TaskError
 from troll.tasks.written import WrittenRows, value_at
@@ -19,6 +19,8 @@ from troll.tasks.written import WrittenRows, value_at
 #: The whole numbers from which on a float skips some, by the type of its column.
 _SKIPS = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
 
+#: The type of a column whose numbers stand for names.
+_CLASS = "class"
 
 _QUOTE = "write the answers of this column as text, in quotes"
 
@@ -67,11 +69,11 @@ class Row:
         if column is None:
             return None
         value = value_at(self.values, column)
-        if self.written is not None and _may_be_changed(value):
+        if self.written is not None and (value is None or _may_be_changed(value)):
             try:
                 return self.written.value(self.number, column)
             except ValueError as error:
-                raise TaskError(f"the numbers in the field {column!r} cannot be read exactly: {error}") from error
+                raise UnfitColumn(f"the numbers in the field {column!r} cannot be read exactly: {error}") from error
         return value
 
     def text(self, field: str) -> str:
@@ -97,7 +99,8 @@ class Row:
         """Returns the answer in a field as text: 27.0 as `27`, 0.1 as `0.1`, and long numbers as they are written.
 
         Raises:
-            UnfitColumn: If it is a truth value, a date or a time, or a number that its column has rounded.
+            UnfitColumn: If it is a truth value, a date or a time, bytes, a list or another value that holds several,
+                the number of a class, or a number that its column has rounded.
             TaskError: If there is none.
         """
         value = self.value(field)
@@ -105,6 +108,13 @@ class Row:
             raise self.unfit(field, "true or false", value)
         if isinstance(value, date | time | timedelta):
             raise self.unfit(field, "a date or a time", value)
+        if isinstance(value, list | Mapping):
+            inner = "name one that holds one answer, or write the answers as text"
+            raise self.unfit(field, "a list" if isinstance(value, list) else "several fields", value, inner)
+        if isinstance(value, bytes):
+            raise self.unfit(field, "bytes", value)
+        if self.types.get(field) == _CLASS and value is not None:
+            raise self.unfit(field, "the number of a class", value)
         if isinstance(value, float) and math.isfinite(value):
             value = self._number(field, value)
         if isinstance(value, Decimal) and value.is_finite():
@@ -209,6 +219,8 @@ def _has(features: Any, name: str) -> bool:
 def _type(features: Any, name: str) -> str:
     """The type of a column by its name; empty for one that holds no single values."""
     feature = value_at(features, name)
+    if isinstance(feature, ClassLabel):
+        return _CLASS
     return str(feature.dtype) if isinstance(feature, Value) else ""
 
 

@@ -13,6 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+#: The digits up to which every Python makes an int of a text.
+_LONGEST_INT = 640
+
 _SPACE = re.compile(r"\s*")
 
 
@@ -46,7 +49,7 @@ class WrittenRows:
 def json_rows(path: Path) -> Iterator[Any]:
     """Yields the objects of a JSON file: one after another, or those of its list."""
     text = path.read_text(encoding="utf-8-sig")
-    decoder = json.JSONDecoder(parse_float=_number)
+    decoder = json.JSONDecoder(parse_float=_number, parse_int=_whole)
     place = _SPACE.match(text).end()  # type: ignore[union-attr]
     while place < len(text):
         found, place = decoder.raw_decode(text, place)
@@ -76,6 +79,10 @@ def value_at(values: Any, name: str) -> Any:
         return values[name]
     first, _, rest = name.partition(".")
     return value_at(values.get(first), rest) if rest else None
+
+
+def _whole(text: str) -> int | Decimal:
+    return int(text) if len(text) <= _LONGEST_INT else Decimal(text)
 
 
 def _number(text: str) -> float | Decimal:

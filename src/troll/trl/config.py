@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from trl import GRPOConfig
@@ -65,19 +65,47 @@ NUMBERS: dict[str, tuple[str, ...]] = {
 
 #: The same for numbers that TRL and transformers do not check: out of range they train wrongly, or fail after loading.
 TRL_NUMBERS: dict[str, tuple[str, ...]] = {
+    "above 0": ("num_train_epochs", "vllm_importance_sampling_clip_max"),
     "finite and above 0": ("temperature",),
-    "finite and at least 0": ("learning_rate", "beta", "router_aux_loss_coef"),
-    "at least 0": ("max_grad_norm",),  # 0 and infinity clip nothing
+    "finite": ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    "finite and at least 0": (
+        "learning_rate",
+        "weight_decay",
+        "adam_epsilon",
+        "warmup_steps",
+        "beta",
+        "router_aux_loss_coef",
+        "neftune_noise_alpha",
+        "vllm_importance_sampling_clip_min",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+    ),
+    "at least 0": ("max_grad_norm", "off_policy_mask_threshold"),  # infinity clips and masks nothing
     "in [0, 1]": ("top_entropy_quantile", "ref_model_mixup_alpha"),
     "in [0, 1)": ("adam_beta1", "adam_beta2"),
     "an integer, at least 1": (
         "per_device_train_batch_size",
+        "per_device_eval_batch_size",
         "gradient_accumulation_steps",
+        "num_generations",
+        "num_generations_eval",
         "num_iterations",
         "steps_per_generation",
         "max_completion_length",
+        "ref_model_sync_steps",
     ),
+    "an integer, at least 1, or -1": ("max_steps",),  # transformers takes 0 for -1, which trains num_train_epochs
+    "an integer in [0, 2^32)": ("seed", "data_seed"),
 }
+
+#: Fields of TRL that may be None, from its annotations: a parser changes the types of fields.
+_MAY_BE_NONE = frozenset(name for name, hint in get_type_hints(GRPOConfig).items() if type(None) in get_args(hint))
+
+
+def _check_number(name: str, value: Any, takes: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not RANGES[takes](value):
+        raise ValueError(f"{name} must be {takes}, got {value!r}")
 
 
 class _One(int):
@@ -220,6 +248,7 @@ class TrollConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
+        self._check_trl_numbers()  # before TRL divides by them
         self._set_steps_per_generation()
         # A copy of a configuration has both, which TRL has set itself and would refuse.
         batch = self.generation_batch_size
@@ -397,6 +426,14 @@ class TrollConfig(GRPOConfig):
                 f"{dtype}, which loses small updates: set {dtype}=False, use_vllm=True or generation_chunk_size instead"
             )
 
+    def _check_trl_numbers(self) -> None:
+        for takes, names in TRL_NUMBERS.items():
+            for name in names:
+                if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                    _check_number(name, getattr(self, name), takes)
+        for weight in self.reward_weights or ():
+            _check_number("each of reward_weights", weight, "finite")
+
     def _check_values(self) -> None:
         choices: dict[str, Collection[str]] = {
             "surrogate": SURROGATES,
@@ -412,15 +449,9 @@ class TrollConfig(GRPOConfig):
         unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].fields)
         for takes, names in NUMBERS.items():
             for name in names:
-                value = getattr(self, name)
-                unset = value is None and self.__dataclass_fields__[name].default is None
-                if name not in unread and not unset and not (isinstance(value, Real) and RANGES[takes](value)):
-                    raise ValueError(f"{name} must be {takes}, got {value!r}")
-        for takes, names in TRL_NUMBERS.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not (isinstance(value, Real) and RANGES[takes](value)):
-                    raise ValueError(f"{name} must be {takes}, got {value!r}")
+                unset = getattr(self, name) is None and self.__dataclass_fields__[name].default is None
+                if name not in unread and not unset:
+                    _check_number(name, getattr(self, name), takes)
         if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
             raise ValueError(
                 "the temperature of generation_kwargs would replace eval_temperature in vLLM: set temperature instead"

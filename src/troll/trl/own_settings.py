@@ -21,6 +21,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 1": lambda value: value > 1,
     "at least 0": lambda value: value >= 0,
     "at least 1": lambda value: value >= 1,
+    "finite": math.isfinite,
     "finite and above 0": lambda value: 0 < value < math.inf,
     "finite and at least 0": lambda value: 0 <= value < math.inf,
     "in [0, 1]": lambda value: 0 <= value <= 1,
@@ -28,6 +29,8 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
     "an integer, at least 0": lambda value: isinstance(value, int) and value >= 0,
     "an integer, at least 1": lambda value: isinstance(value, int) and value >= 1,
+    "an integer, at least 1, or -1": lambda value: isinstance(value, int) and (value >= 1 or value == -1),
+    "an integer in [0, 2^32)": lambda value: isinstance(value, int) and 0 <= value < 2**32,
 }
 
 

@@ -1,4 +1,6 @@
 import copy
+import datetime
+import decimal
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +87,22 @@ def test_answers_vote():
     assert grader.same_answer("5", "x = 5")
     assert grader.same_answer("x = 5", "5")
     assert not grader.same_answer("0.5", "0.6")
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [12345678901234567890.0, -(2.0**53), float("nan"), float("inf"), True, datetime.date(2024, 5, 1), [18], b"18"],
+)
+def test_golds_that_are_not_what_was_written_are_refused(gold):
+    with pytest.raises(
+        ValueError, match=r"a number with all its digits, got .*: write the answers of this column as text"
+    ):
+        success.grade(["18", "18"], answer=["18", gold])
+
+
+@pytest.mark.parametrize("gold", [2**70, 27.0, 0.5, decimal.Decimal("12345678901234567890.5")])
+def test_golds_may_be_numbers(gold):
+    assert _verdict(rf"\boxed{{{gold}}}", gold).score == 1
 
 
 def test_mistakes_of_the_user():

@@ -3,6 +3,7 @@ r"""The reward for a mathematical answer: 1 where the completion's final answer 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 from troll.rewards.answers import AnswerFormat, check_answer_format, final_answer
@@ -55,13 +56,20 @@ class MathGrader(Grader):
         Raises:
             ImportError: If math-verify is not installed.
             RuntimeError: If it is, but cannot be imported.
-            ValueError: If the column `answer` is missing, or has not one answer for each completion.
+            ValueError: If the column `answer` is missing, has not one answer for each completion, or has one that is
+                neither a text nor a number with all its digits.
         """
         golds = columns.get("answer")
         if golds is None:
             raise ValueError("mathematics is graded against a column 'answer', which the data set lacks")
         if len(golds) != len(completions) or None in golds:
             raise ValueError(f"got {len(completions)} completions, and the column 'answer' has not one answer for each")
+        for gold in golds:
+            if not _is_exact(gold):
+                raise ValueError(
+                    f"an answer in the column 'answer' must be a text, or a number with all its digits, got {gold!r}: "
+                    "write the answers of this column as text"
+                )
         answers = [final_answer(completion, self.answer_format) for completion in completions]
         pairs = [(str(gold), answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
         compared = iter(compare(pairs, self.cpu_seconds, self.positive_symbols))
@@ -78,6 +86,13 @@ class MathGrader(Grader):
         """Whether two answers of completions are equal, each in turn taken for the gold one."""
         pairs = [(first, second), (second, first)]
         return Comparison.EQUAL in compare(pairs, self.cpu_seconds, self.positive_symbols)
+
+
+def _is_exact(gold: Any) -> bool:
+    """Whether a text or a number is what its author has written; floats have rounded whole numbers from 2^53 on."""
+    if isinstance(gold, float):
+        return abs(gold) < 2**53  # neither infinite nor NaN
+    return isinstance(gold, str | Number) and not isinstance(gold, bool)
 
 
 #: The reward for answers in `\boxed{}`, in TRL's signature.
