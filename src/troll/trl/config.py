@@ -99,8 +99,10 @@ TRL_NUMBERS: dict[str, tuple[str, ...]] = {
     "an integer in [0, 2^32)": ("seed", "data_seed"),
 }
 
-#: Fields of TRL that may be None, from its annotations: a parser changes the types of fields.
-_MAY_BE_NONE = frozenset(name for name, hint in get_type_hints(GRPOConfig).items() if type(None) in get_args(hint))
+#: Fields of TRL that may be None, from its annotations, since a parser changes the types of fields; and max_grad_norm,
+#: where transformers takes None too.
+_MAY_BE_NONE = {name for name, hint in get_type_hints(GRPOConfig).items() if type(None) in get_args(hint)}
+_MAY_BE_NONE.add("max_grad_norm")
 
 
 def _check_number(name: str, value: Any, takes: str) -> None:
@@ -428,7 +430,7 @@ class TrollConfig(GRPOConfig):
 
     def _check_trl_numbers(self) -> None:
         for takes, names in TRL_NUMBERS.items():
-            for name in names:
+            for name in self.__dataclass_fields__.keys() & set(names):  # versions of TRL differ
                 if getattr(self, name) is not None or name not in _MAY_BE_NONE:
                     _check_number(name, getattr(self, name), takes)
         for weight in self.reward_weights or ():
