@@ -78,7 +78,6 @@ def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str
             "critic_kwargs.learning_rate was 0.0001 and is 0.001. The optimizer keeps the critic_kwargs.learning_rate",
         ),
     ],
-    ids=str,
 )
 def test_changed_settings_names_each_with_both_values(tmp_path, before, after, says):
     found = change(tmp_path, before, after)
@@ -103,7 +102,6 @@ def test_changed_settings_names_each_with_both_values(tmp_path, before, after, s
         ({}, {"max_steps": 7, "num_train_epochs": 9, "max_grad_norm": 0.1}),
         ({}, {"hub_model_id": "mine", "hub_strategy": "end", "dataloader_num_workers": 2, "vllm_server_port": 8001}),
     ],
-    ids=str,
 )
 def test_changed_settings_is_silent_about_output_and_length(tmp_path, before, after):
     assert change(tmp_path, before, after) is None
