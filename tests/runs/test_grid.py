@@ -115,8 +115,8 @@ def test_the_order_of_the_command_does_not_change_names() -> None:
 
 
 def test_a_negative_value_reaches_its_field() -> None:
-    runs = plan("quickstart", "--weight_decay", "-1e-3", "0")
-    assert [run.recipe.training.weight_decay for run in runs] == [-1e-3, 0]
+    runs = plan("quickstart", "--entropy_coef", "-1e-3", "0")
+    assert [run.recipe.training.entropy_coef for run in runs] == [-1e-3, 0]
 
 
 def test_the_folder_is_named_after_the_recipes_unless_one_is_given() -> None:

@@ -11,6 +11,7 @@ from peft import PromptTuningConfig
 import troll
 from tests.tolerance import within
 from tests.trl import dense, tiny
+from troll.trl import sampling
 from troll.trl.advantages.estimators import ESTIMATORS
 
 PREFIX = "trust_region/diagnostics/"
@@ -166,7 +167,8 @@ ALL_MASKED: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_no_metric_is_nan_where_all_completions_are_masked(make, settings):
+def test_no_metric_is_nan_where_all_completions_are_masked(make, settings, monkeypatch):
+    monkeypatch.setattr(sampling, "refuse_changes", lambda trainer: None)  # made below
     trainer = make(**ALL_MASKED, **settings, eval_dataset=tiny.make_dataset(4))
     trainer.generation_config.suppress_tokens = tiny.COMMON["eos_token_id"]
     trainer.train()

@@ -95,7 +95,7 @@ def test_watch_names_the_setting_that_makes_rollouts_old(tmp_path, updates, reus
 
 
 @pytest.mark.parametrize("of", [1, 2, 8, 32])
-@pytest.mark.parametrize("projected", [0.2, 0.86, 1.0])
+@pytest.mark.parametrize("projected", [0.35, 0.86, 1.0])
 def test_watch_says_after_two_rollouts_that_much_is_projected(tmp_path, of, projected):
     found = observed(watch(tmp_path), 10 * of, projected, first=projected, of=of, kl_bound=0.001)
     ((update, message),) = found
@@ -106,7 +106,7 @@ def test_watch_says_after_two_rollouts_that_much_is_projected(tmp_path, of, proj
 
 def test_watch_sees_that_more_and_more_is_projected(tmp_path):
     watched = watch(tmp_path)
-    assert observed(watched, 32, 0.05) == []
+    assert observed(watched, 32, 0.2) == []
     ((update, _),) = observed(watched, 64, 0.5, start=32)
     assert update == 48
 

@@ -89,7 +89,7 @@ CHARTS = (
         "percent",
         {TRUST + "projected_fraction": "projected"},
         "How many tokens had left the trust region and were projected back onto its boundary. At 0 % the bound does "
-        "nothing; above 10 % over many steps, lower the learning rate.",
+        "nothing; above 30 % over whole rollouts, raise the bound or lower the learning rate.",
     ),
     Chart(
         "Trust region",
