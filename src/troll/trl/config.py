@@ -430,7 +430,9 @@ class TrollConfig(GRPOConfig):
 
     def _check_trl_numbers(self) -> None:
         for takes, names in TRL_NUMBERS.items():
-            for name in self.__dataclass_fields__.keys() & set(names):  # versions of TRL differ
+            for name in names:
+                if name not in self.__dataclass_fields__:  # versions of TRL differ
+                    continue
                 if getattr(self, name) is not None or name not in _MAY_BE_NONE:
                     _check_number(name, getattr(self, name), takes)
         for weight in self.reward_weights or ():
