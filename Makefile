@@ -93,7 +93,7 @@ test-trl: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-verl: verl-setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/verl
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/troll/verl
 
 # With a real engine, on a CPU. Not in CI.
 test-vllm: vllm-setup
@@ -103,7 +103,7 @@ test-vllm: vllm-setup
 test-portable: setup verl-setup
 	$(BIN)/python tests/portable.py
 
-# Other versions of TRL, transformers and verl, each in an environment of its own: tests/compat.py and tests/verl/compat.py
+# Other versions of TRL, transformers and verl, each in an environment of its own: tests/compat.py and tests/troll/verl/compat.py
 # say which. More than an hour.
 test-compat: test-compat-trl test-compat-verl
 
@@ -113,10 +113,10 @@ test-compat-trl: setup
 # The oldest and the newest torch. Gigabytes of CUDA packages where pip finds no CPU build.
 test-compat-torch: setup
 	$(BIN)/python tests/compat.py --environments oldest-torch newest-torch \
-		--tests tests/trust_region tests/huggingface tests/trl $(OPTIONS)
+		--tests tests/troll/trust_region tests/troll/huggingface tests/troll/trl $(OPTIONS)
 
 test-compat-verl: verl-setup
-	$(VERL_BIN)/python -m tests.verl.compat $(OPTIONS)
+	$(VERL_BIN)/python -m tests.troll.verl.compat $(OPTIONS)
 
 # The wheel away from the checkout, with each extra in an environment of its own, and the notebook: 20 minutes.
 test-release: setup

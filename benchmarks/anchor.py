@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback
 
-from tests.trl import tiny
-from tests.trl.engine import Engine, RolloutFunc
+from tests.troll.trl import tiny
+from tests.troll.trl.engine import Engine, RolloutFunc
 from troll.trl import TrollConfig, TrollTrainer
 
 KL_BOUND, TOP_K, UPDATES, ROLLOUTS = 0.02, 8, 2, 8

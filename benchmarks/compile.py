@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import measure
-from tests.trust_region.ahead_of_time import compiled
+from tests.troll.trust_region.ahead_of_time import compiled
 
 #: Limits of a multiprocessor of compute capability 9.0: registers, bytes of shared memory, warps, programs.
 REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import troll
 from benchmarks import measure
-from troll import recipes
-from troll.tasks import TaskConfig, load_task
 from troll.trust_region.diagnostics import outside_support
+from troll_lab import recipes
+from troll_lab.tasks import TaskConfig, load_task
 
 TEMPERATURES = (1.0, 0.7, 0.3)
 TOP_KS = (16, 32, 64, 128, 256, 512, 1024)

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import measure
-from tests.gaussian.pairs import FAMILIES, PROJECTIONS, covariance, exact_distances, pair
+from tests.troll.gaussian.pairs import FAMILIES, PROJECTIONS, covariance, exact_distances, pair
 from troll.gaussian import Gaussian
 
 #: Actions, and states; every state is outside both bounds.

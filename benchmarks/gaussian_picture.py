@@ -14,7 +14,7 @@ from torch import Tensor
 from troll import gaussian
 from troll.files import write_atomically
 from troll.gaussian import Gaussian
-from troll.runs.plot import DARK, LIGHT
+from troll_lab.runs.plot import DARK, LIGHT
 
 FILE = Path(__file__).parents[1] / "docs" / "assets" / "gaussian.svg"
 

@@ -68,7 +68,7 @@ def kernel_tests(device: str, repeats: int, folder: Path, seconds: float) -> lis
     """Tests the Triton kernels against the torch code and float64, on this GPU, or interpreted without one."""
     if missing := _missing("pytest", "triton", "hypothesis", "scipy"):
         raise Skipped(missing)
-    files = sorted(map(str, Path("tests/trust_region").rglob("test_*_triton*.py")))
+    files = sorted(map(str, Path("tests/troll/trust_region").rglob("test_*_triton*.py")))
     if measure.small:
         files = files[:1]
     report = folder / "tests.xml"
@@ -89,7 +89,7 @@ def training(device: str, repeats: int, folder: Path, seconds: float) -> list[di
         raise Skipped(missing)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from troll.runs.toy_model import character_tokenizer
+    from troll_lab.runs.toy_model import character_tokenizer
 
     tokenizer = character_tokenizer()
     size: dict[str, Any] = SMALL_MODEL if measure.small else MODEL
@@ -119,7 +119,7 @@ def training(device: str, repeats: int, folder: Path, seconds: float) -> list[di
     options = []
     for key, value in settings.items():
         options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    program = "import sys; from troll.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from troll_lab.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "compare", "quickstart", "--surrogate", "clip", "troll", "--jobs", "1"]
     _call([*command, *options], seconds)
     summaries = {path.parent.name: json.loads(path.read_text()) for path in (folder / "compare").glob("*/summary.json")}

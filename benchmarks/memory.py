@@ -13,12 +13,12 @@ from transformers import AutoConfig
 from trl import get_peft_config
 
 from benchmarks.memory_without_data import Batch, Network, generation, parameters, score, update
-from troll import recipes
-from troll.recipes import Recipe
-from troll.runs.comparison_tables import markdown_table
-from troll.runs.toy_model import character_tokenizer
-from troll.runs.toy_network import TOY_MODELS, model_config
 from troll.trl import TrollConfig
+from troll_lab import recipes
+from troll_lab.recipes import Recipe
+from troll_lab.runs.comparison_tables import markdown_table
+from troll_lab.runs.toy_model import character_tokenizer
+from troll_lab.runs.toy_network import TOY_MODELS, model_config
 
 GIB = 1 << 30
 
@@ -80,7 +80,7 @@ class Estimate:
     """A recipe's memory on a machine: an upper bound, with completions and prompts of full length.
 
     Attributes:
-        recipe: The recipe from `troll.recipes.load`.
+        recipe: The recipe from `troll_lab.recipes.load`.
         machine: The machine.
         longest_prompt: The number of tokens of the longest prompt. Default: `vllm_max_model_length` minus the longest
             completion, or 512.

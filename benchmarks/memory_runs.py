@@ -13,12 +13,12 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.memory import GIB, PHASES, SHAPES, Estimate, Machine
-from troll import recipes
-from troll.recipes import Recipe
-from troll.runs.toy_model import character_tokenizer
-from troll.runs.train import train
-from troll.tasks import load_task
-from troll.terminal import silence_libraries
+from troll_lab import recipes
+from troll_lab.recipes import Recipe
+from troll_lab.runs.toy_model import character_tokenizer
+from troll_lab.runs.train import train
+from troll_lab.tasks import load_task
+from troll_lab.terminal import silence_libraries
 
 QWEN3, SMOLLM2 = "Qwen--Qwen3-0.6B", "HuggingFaceTB--SmolLM2-135M-Instruct"
 #: A shape, the longest completion, the micro-batch, and other settings.

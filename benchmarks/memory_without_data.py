@@ -24,7 +24,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
 import troll
-from troll.terminal import one_line
+from troll_lab.terminal import one_line
 
 #: Bytes of a quantised weight in bitsandbytes, by its bits: 4 bits have one float32 scale for each 64 weights.
 QUANTISED = {4: 0.5 + 4 / 64, 8: 1.0}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import troll
 from troll.files import write_atomically
-from troll.runs.plot import DARK, LIGHT
+from troll_lab.runs.plot import DARK, LIGHT
 
 FILE = Path(__file__).parents[1] / "docs" / "assets" / "projection.svg"
 

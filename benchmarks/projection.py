@@ -12,8 +12,8 @@ from torch import Tensor
 
 import troll
 from benchmarks import measure
-from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
-from tests.trust_region.test_constraint import gradient_and_differences
+from tests.troll.trust_region.cases import FAMILIES, bounds, pairs, true_kl
+from tests.troll.trust_region.test_constraint import gradient_and_differences
 from troll.trust_region.constraint import REDUCTIONS
 from troll.trust_region.dual import TokenCurve, newton
 from troll.trust_region.paper import bracket

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import troll
 from benchmarks import measure
-from tests.trust_region import reference
+from tests.troll.trust_region import reference
 from troll.trust_region.paper import paper_step
 
 LOG_PROBS = (0.0, -5.0, -20.0, -27.0, -30.0, -35.0, -60.0, -100.0)

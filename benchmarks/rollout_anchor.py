@@ -1,8 +1,8 @@
 """The CPU time of verl's vLLM server for reporting the old policy of each sampled token, at K = 64.
 
 In verl's environment: `OMP_NUM_THREADS=1 .venv-verl/bin/python -m benchmarks rollout_anchor`. vLLM itself does not run:
-`tests/verl/vllm_engine.py` has its types, and treats log-probabilities as vLLM 0.24.0 does. One server process does all
-of this for all its requests, so the times are CPU times of one thread.
+`tests/troll/verl/vllm_engine.py` has its types, and treats log-probabilities as vLLM 0.24.0 does. One server process
+does all of this for all its requests, so the times are CPU times of one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.measure import shapes
-from tests.verl.vllm_engine import (
+from tests.troll.verl.vllm_engine import (
     Decode,
     EngineCoreOutput,
     LogprobsLists,

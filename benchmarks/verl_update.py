@@ -56,7 +56,7 @@ def _engine(name: str, width: int, layers: int, device: str) -> Any:
         on_cpu = str(Path(__file__).resolve().parents[1] / "examples" / "verl" / "cpu")
         sys.path.append(on_cpu)
         os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_LOGGING_LEVEL": "ERROR"}
-    from tests.verl.actor import PLUG_IN, configuration, in_this_process, saved
+    from tests.troll.verl.actor import PLUG_IN, configuration, in_this_process, saved
 
     plugged_in, fused, reads_head = CONTENDERS[name]
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def _engine(name: str, width: int, layers: int, device: str) -> Any:
 
 
 def _batch(sequences: int, length: int) -> Any:
-    from tests.verl.actor import Sample, as_batch
+    from tests.troll.verl.actor import Sample, as_batch
 
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (sequences, PROMPT + length), generator=generator)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
-from troll.tasks import TaskConfig, load_task
 from troll.trl import TrollConfig, TrollTrainer
+from troll_lab.tasks import TaskConfig, load_task
 
 QUESTION = (
     "A passage of a solution to a problem in mathematics:\n\n{passage}\n\n"

@@ -18,8 +18,8 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from troll.runs.toy_network import EOS, IGNORED_LABEL, PAD, learn, model_config, pad_right, shuffled_batches
-from troll.tasks import TaskConfig, load_task
+from troll_lab.runs.toy_network import EOS, IGNORED_LABEL, PAD, learn, model_config, pad_right, shuffled_batches
+from troll_lab.tasks import TaskConfig, load_task
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from troll import recipes
-from troll.cli import main as troll
 from troll.files import read_json
+from troll_lab import recipes
+from troll_lab.cli import main as troll
 
 MODEL = Path("models/SmolLM2-135M-Instruct")
 SHOWN = 8

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from experiments.protocol import Phase
-from troll.terminal import FAILED, INTERRUPTED, UsageError, run_command, silence_libraries, without_fields
+from troll_lab.terminal import FAILED, INTERRUPTED, UsageError, run_command, silence_libraries, without_fields
 
 DOCS = Path("docs")
 

@@ -30,8 +30,8 @@ from experiments.protocol import (
     TUNING_SEEDS,
 )
 from experiments.table import Result, Settings, read_questions
-from troll.evaluation.estimators import Interval
-from troll.runs.statistics import SeedMean, paired_difference, seed_mean
+from troll_lab.evaluation.estimators import Interval
+from troll_lab.runs.statistics import SeedMean, paired_difference, seed_mean
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from experiments.table import (
     to_csv,
     write_questions,
 )
-from troll import recipes
 from troll.files import flat, read_json, write_atomically
-from troll.runs.charts import SUCCESS, TRUST
-from troll.runs.comparison import read_comparison
-from troll.runs.grid import PlannedRun
-from troll.runs.recorded import Run, metric_points, number
 from troll.trl.surrogates import SURROGATES, settings_read
+from troll_lab import recipes
+from troll_lab.runs.charts import SUCCESS, TRUST
+from troll_lab.runs.comparison import read_comparison
+from troll_lab.runs.grid import PlannedRun
+from troll_lab.runs.recorded import Run, metric_points, number
 
 # Settings with their own column, and settings of a run's output only.
 _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resume_from_checkpoint", "use_cpu"}

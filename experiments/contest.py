@@ -14,8 +14,8 @@ from experiments.inference import (
     range_within,
     sign_flip_p_value,
 )
-from troll.runs.comparison import C, Comparison, Difference, Group, Method, Row, rivals
-from troll.runs.statistics import SeedMean, seed_differences, seed_mean
+from troll_lab.runs.comparison import C, Comparison, Difference, Group, Method, Row, rivals
+from troll_lab.runs.statistics import SeedMean, seed_differences, seed_mean
 
 RATE = "learning_rate"
 #: Methods whose success differs by less than this are as good as each other.

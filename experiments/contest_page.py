@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.contest import Contestant, Contrast, contestants, contrasts, counts_text, range_text, rate_text
 from troll.files import json_text, write_atomically
-from troll.runs.comparison import panels, read_comparison
-from troll.runs.comparison_tables import difference, estimate_json, estimate_text, method_json
-from troll.runs.dot_figures import format_axis, outcome_section
-from troll.runs.page_frame import figure_card, html_table, render
-from troll.runs.plot import drawing, line_mark, line_style
-from troll.runs.recorded import Measure
+from troll_lab.runs.comparison import panels, read_comparison
+from troll_lab.runs.comparison_tables import difference, estimate_json, estimate_text, method_json
+from troll_lab.runs.dot_figures import format_axis, outcome_section
+from troll_lab.runs.page_frame import figure_card, html_table, render
+from troll_lab.runs.plot import drawing, line_mark, line_style
+from troll_lab.runs.recorded import Measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

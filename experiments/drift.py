@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from experiments import RECIPES, figures
-from troll import recipes
-from troll.evaluation.generate import Sampling, TransformersGenerator, seed_of
-from troll.evaluation.model import find_model, load_model, load_tokenizer
-from troll.evaluation.problems import load_problems
 from troll.files import json_text, read_json, write_atomically
-from troll.runs.build import model_path
-from troll.runs.compare import compare
-from troll.runs.grid import expand, parse_command
-from troll.runs.recorded import read_runs
-from troll.tasks import TaskConfig
+from troll_lab import recipes
+from troll_lab.evaluation.generate import Sampling, TransformersGenerator, seed_of
+from troll_lab.evaluation.model import find_model, load_model, load_tokenizer
+from troll_lab.evaluation.problems import load_problems
+from troll_lab.runs.build import model_path
+from troll_lab.runs.compare import compare
+from troll_lab.runs.grid import expand, parse_command
+from troll_lab.runs.recorded import read_runs
+from troll_lab.tasks import TaskConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPE, RATE = str(RECIPES / "sparse-signal.yaml"), "3e-4"

@@ -11,9 +11,9 @@ from rich.console import Console
 from experiments.collect import collect, identity_of
 from experiments.protocol import Phase
 from experiments.table import read_csv
-from troll.runs.compare import Outcome, compare
-from troll.runs.grid import PlannedRun, expand, parse_command
-from troll.terminal import say
+from troll_lab.runs.compare import Outcome, compare
+from troll_lab.runs.grid import PlannedRun, expand, parse_command
+from troll_lab.terminal import say
 
 
 def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tuple[Outcome, int]:
@@ -28,7 +28,7 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
         What became of the runs, and how many were added to the table or replaced in it.
 
     Raises:
-        troll.recipes.RecipeError: If the grid is not valid, or its folder holds another one.
+        troll_lab.recipes.RecipeError: If the grid is not valid, or its folder holds another one.
         ValueError: If the table is malformed, or a run does not fit it.
     """
     command = parse_command(recipe_names, fields)
@@ -56,7 +56,7 @@ def make(
         What became of the runs, and how many were added to the table or replaced in it.
 
     Raises:
-        troll.recipes.RecipeError: If the folder holds other runs.
+        troll_lab.recipes.RecipeError: If the folder holds other runs.
         ValueError: If the table is malformed, or a run does not fit it.
     """
     console, waiting = Console(), missing(planned, table, folder)

@@ -12,7 +12,7 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import ttost_paired
 
-from troll.evaluation.estimators import Interval
+from troll_lab.evaluation.estimators import Interval
 
 _MOST_EXACT = 20  # differences of which all sign flips are tried: about a million
 _BLOCK = 1000  # bootstrap samples held in memory at once

@@ -16,19 +16,19 @@ from typing import Any
 
 from experiments import tables
 from experiments.rows import Row, read_rows, train_once
-from troll import recipes
 from troll.files import read_json
-from troll.runs.build import model_path
-from troll.runs.comparison_tables import markdown_table
-from troll.runs.memory_agent import rollout
-from troll.runs.statistics import paired_difference, seed_mean
 from troll.trl.conversations import EARLIER
+from troll_lab import recipes
+from troll_lab.runs.build import model_path
+from troll_lab.runs.comparison_tables import markdown_table
+from troll_lab.runs.memory_agent import rollout
+from troll_lab.runs.statistics import paired_difference, seed_mean
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "memory-agent.jsonl"
 RECIPE, SEEDS = "memory-agent", range(5)
 #: What is trained on, by the function that makes the rollouts.
 CONVERSATIONS = {
-    "all conversations": "troll.runs.memory_agent:rollout",
+    "all conversations": "troll_lab.runs.memory_agent:rollout",
     "the last ones only": "experiments.memory_agent:last_only",
     "without a memory": "experiments.memory_agent:forgetful",
 }

@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from experiments import overthinking
 from experiments.rows import read_rows
-from troll.tasks.reasoning_gym import questions
+from troll_lab.tasks.reasoning_gym import questions
 
 RESULT = overthinking.RESULT.with_name("overthinking-smollm2.jsonl")
 #: Of redundant tokens, and of all: what `experiments.overthinking` chose.

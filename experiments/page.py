@@ -27,7 +27,7 @@ from experiments.protocol import METHODS, REGIMES
 from experiments.second_analysis import Contest
 from experiments.table import Result, read_csv
 from troll.files import read_json, write_atomically
-from troll.runs.statistics import paired_difference, seed_mean
+from troll_lab.runs.statistics import paired_difference, seed_mean
 
 #: The templates: a page of `docs/` each, by the same name.
 TEMPLATES = Path(__file__).with_name("pages")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import troll
-from troll.cli import main as command
 from troll.files import json_text, read_json, write_atomically
-from troll.runs.result import commit_of
+from troll_lab.cli import main as command
+from troll_lab.runs.result import commit_of
 
 #: A run: its method, settings and seed, its results, and where it was made.
 Row = Mapping[str, Any]

@@ -14,7 +14,7 @@ from experiments.analysis import Method
 from experiments.inference import holm, sign_flip_p_value
 from experiments.protocol import LEVEL, MARGIN
 from experiments.table import Result
-from troll.runs.statistics import SeedMean, paired_difference, seed_differences
+from troll_lab.runs.statistics import SeedMean, paired_difference, seed_differences
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from rich.table import Table
 from torch import Tensor
 
 from experiments import RECIPES
-from troll.cli import main as troll
 from troll.files import json_text, read_json, write_atomically
-from troll.runs.recorded import read_summary
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms, formulas
+from troll_lab.cli import main as troll
+from troll_lab.runs.recorded import read_summary
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "signal.json"
 RECIPE = str(RECIPES / "sparse-signal.yaml")

@@ -12,9 +12,9 @@ from experiments.contest import counts_text, range_text, rate_text
 from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES, letter
 from experiments.second_analysis import Contest
 from experiments.table import Result
-from troll.evaluation.estimators import Interval
-from troll.runs.comparison_tables import estimate_text, markdown_table
-from troll.runs.statistics import SeedMean, paired_difference, seed_mean
+from troll_lab.evaluation.estimators import Interval
+from troll_lab.runs.comparison_tables import estimate_text, markdown_table
+from troll_lab.runs.statistics import SeedMean, paired_difference, seed_mean
 
 NOTHING = "–"
 SHARES = ("right, in brackets or not: before and after", "in brackets, right or not")

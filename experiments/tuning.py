@@ -13,13 +13,13 @@ from rich.console import Console
 
 from experiments.contest_page import write_contest
 from troll.files import json_text, write_atomically
-from troll.recipes import RecipeError
-from troll.runs.compare import Outcome, compare
-from troll.runs.comparison import measure_of
-from troll.runs.folders import claim
-from troll.runs.grid import Axes, PlannedRun, expand, parse_command
-from troll.runs.recorded import read_runs
-from troll.terminal import say
+from troll_lab.recipes import RecipeError
+from troll_lab.runs.compare import Outcome, compare
+from troll_lab.runs.comparison import measure_of
+from troll_lab.runs.folders import claim
+from troll_lab.runs.grid import Axes, PlannedRun, expand, parse_command
+from troll_lab.runs.recorded import read_runs
+from troll_lab.terminal import say
 
 #: The place of one choice: the recipe, and the values of all fields except for the tuned ones and the seed.
 Place = tuple[str, tuple[tuple[str, str | None], ...]]
@@ -107,8 +107,8 @@ class Tuning:
         A method without a field to choose for the second stage has no runs.
 
         Raises:
-            RecipeError: As `troll.runs.grid.expand`, for both stages; or if there is nothing to choose, or a seed is
-                in both stages.
+            RecipeError: As `troll_lab.runs.grid.expand`, for both stages; or if there is nothing to choose, or a seed
+                is in both stages.
         """
         every = expand(self.recipe_names, {**self.axes, **self.fields, "seed": self.seeds})
         runs = [run for run in every if any(name in run.assignment for name in self.settled)]

@@ -17,7 +17,7 @@ from troll.trl import TrollTrainer, checkpoints
 
 #: Forks from a process that has imported all this, and never from the one that runs the tests, which has threads.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.dying", "troll.runs.train"])
+FORKS.set_forkserver_preload(["tests.dying", "troll_lab.runs.train"])
 
 
 def die() -> None:

@@ -35,7 +35,7 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "trl": (
         ".venv",
         (
-            *("tests/trust_region", "--ignore-glob=*_triton.py", "tests/huggingface"),
+            *("tests/troll/trust_region", "--ignore-glob=*_triton.py", "tests/troll/huggingface"),
             *files("trl", "advantages anchor architectures bounds critic diagnostics distributed estimators loss seam"),
             *files("trl", "surrogates trainer value_model"),
         ),

@@ -25,15 +25,15 @@ LANGUAGE_MODELS = {"trl", "transformers", "datasets"}
 LEFT_OUT = {
     "troll": HEAVY,
     "troll.gaussian": HEAVY,
-    "troll.episodic": HEAVY,
-    "troll.rewards": HEAVY,
-    "troll.evaluation": HEAVY,
-    "troll.terminal": HEAVY,
-    "troll.evaluation.estimators": LANGUAGE_MODELS,
-    "troll.runs.statistics": {"scipy"},
-    "troll.episodic.train": LANGUAGE_MODELS,
-    "troll.evaluation.run": {"trl"},
-    "troll.evaluation.command": {"trl"},
+    "troll_lab.episodic": HEAVY,
+    "troll_lab.rewards": HEAVY,
+    "troll_lab.evaluation": HEAVY,
+    "troll_lab.terminal": HEAVY,
+    "troll_lab.evaluation.estimators": LANGUAGE_MODELS,
+    "troll_lab.runs.statistics": {"scipy"},
+    "troll_lab.episodic.train": LANGUAGE_MODELS,
+    "troll_lab.evaluation.run": {"trl"},
+    "troll_lab.evaluation.command": {"trl"},
 }
 
 
@@ -58,7 +58,7 @@ os.register_at_fork = lambda **hooks: (found.append(hooks), register(**hooks))
 events = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 sys.addaudithook(lambda event, arguments: found.append(event) if event in events else None)
 threads = threading.active_count()
-import troll, troll.trl, troll.huggingface, troll.rewards, troll.rewards.mathematics, troll.files
+import troll, troll.trl, troll.huggingface, troll_lab.rewards, troll_lab.rewards.mathematics, troll.files
 print(found, threading.active_count() - threads, [name for name in sys.modules if name.startswith("troll_sandbox")])
 """
 
@@ -84,11 +84,11 @@ def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
     assert not taken & ({"troll", "torch"} | HEAVY)
 
 
-# troll.trl and troll.verl are imported where their trainers are: tests/trl and tests/verl.
+# troll.trl and troll.verl are imported where their trainers are: tests/troll/trl and tests/verl.
 @pytest.mark.parametrize(
     "package",
     [
-        *("troll", "troll.diagnostics", "troll.episodic", "troll.gaussian", "troll.rewards"),
+        *("troll", "troll.diagnostics", "troll_lab.episodic", "troll.gaussian", "troll_lab.rewards"),
         *("troll.testing", "troll_sandbox"),
     ],
 )
@@ -100,14 +100,14 @@ def test_every_public_name_is_there(package: str) -> None:
 
 def test_evaluation_is_imported_when_it_is_named() -> None:
     pytest.importorskip("transformers")
-    import troll.evaluation
-    import troll.evaluation.run  # importing the module must not hide the function
+    import troll_lab.evaluation
+    import troll_lab.evaluation.run  # importing the module must not hide the function
 
-    for name in troll.evaluation.__all__:
-        assert hasattr(troll.evaluation, name), name
-    assert callable(troll.evaluation.evaluate)
-    with pytest.raises(AttributeError, match=r"module 'troll.evaluation' has no attribute 'evaluation'"):
-        troll.evaluation.evaluation  # noqa: B018
+    for name in troll_lab.evaluation.__all__:
+        assert hasattr(troll_lab.evaluation, name), name
+    assert callable(troll_lab.evaluation.evaluate)
+    with pytest.raises(AttributeError, match=r"module 'troll_lab.evaluation' has no attribute 'evaluation'"):
+        troll_lab.evaluation.evaluation  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_evaluation_is_imported_when_it_is_named() -> None:
         ("troll.trl", ["trl"], "trl"),
         ("troll.trl", ["trl", "transformers", "accelerate", "datasets", "peft"], "trl"),
         ("troll.huggingface", ["transformers", "accelerate", "peft"], "trl"),
-        ("troll.tasks", ["datasets"], "tasks"),
-        ("troll.episodic.environments", ["gymnasium", "mujoco"], "episodic"),
+        ("troll_lab.tasks", ["datasets"], "tasks"),
+        ("troll_lab.episodic.environments", ["gymnasium", "mujoco"], "episodic"),
     ],
 )
 def test_what_is_missing_is_told(module: str, missing: list[str], extra: str) -> None:

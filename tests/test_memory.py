@@ -12,12 +12,12 @@ from benchmarks import memory, memory_without_data
 from benchmarks.memory import GIB, PHASES, RECIPES, Estimate, Machine, model_shape
 from benchmarks.memory_runs import longest_prompt
 from benchmarks.memory_without_data import Network
-from tests.runs.conftest import overrides
 from tests.test_memory_without_data import ACCURACY, peak_of_one
-from troll import recipes
-from troll.runs.toy_model import character_tokenizer
-from troll.runs.toy_network import TOY_MOE, model_config
-from troll.runs.train import train
+from tests.troll_lab.runs.conftest import overrides
+from troll_lab import recipes
+from troll_lab.runs.toy_model import character_tokenizer
+from troll_lab.runs.toy_network import TOY_MOE, model_config
+from troll_lab.runs.train import train
 
 CPU = ["--use_cpu", "true"]
 SMALL = [*CPU, "--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "8"]

@@ -76,4 +76,4 @@ def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it() -> None:
     mirror, rest = mutation.tests_of(mutant, PROJECT)
     assert mirror == [str(PROJECT / "tests" / "trust_region" / "test_projection.py")]
     assert rest[0] == str(PROJECT / "tests" / "trust_region")
-    assert rest[-2:] == ["--deselect", "tests/trust_region/test_projection.py"]
+    assert rest[-2:] == ["--deselect", "tests/troll/trust_region/test_projection.py"]

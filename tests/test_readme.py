@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from troll.episodic.config import EpisodicConfig
+from troll_lab.episodic.config import EpisodicConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def test_what_it_says_of_the_cost_is_measured() -> None:
 
 def test_options_exist() -> None:
     """Of the commands that the README and the pages show, and those that they mention in a sentence."""
-    recipes = pytest.importorskip("troll.recipes", reason="needs TRL")
+    recipes = pytest.importorskip("troll_lab.recipes", reason="needs TRL")
     of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll" / "cli.py").read_text()))
     of_compare = {"seeds", "jobs"}
     of_others = {

@@ -140,14 +140,14 @@ def the_command_line(installed: Installed) -> None:
 
 def a_trainer(installed: Installed) -> None:
     installed.python("from troll.trl import TrollConfig, TrollTrainer; import troll.huggingface")
-    path = installed.run("python", "-m", "troll.recipes.accelerate", "fsdp2").strip()
+    path = installed.run("python", "-m", "troll_lab.recipes.accelerate", "fsdp2").strip()
     assert Path(path).is_file()
     assert installed.environment in Path(path).parents
 
 
 JUDGED = """
 import json
-from troll.rewards import CodeGrader
+from troll_lab.rewards import CodeGrader
 programs = ["print(sum(map(int, input().split())))", "print(4)"]
 tests = [json.dumps({"inputs": ["1 2"], "outputs": ["3"]})] * 2
 print("judged", [verdict.score for verdict in CodeGrader().grade(programs, tests=tests)])
@@ -158,7 +158,7 @@ def tasks_and_rewards(installed: Installed) -> None:
     rows = [f'{{"question": "{n} + 1?", "answer": "It is {n + 1}.\\n#### {n + 1}"}}' for n in range(4)]
     (installed.folder / "data.jsonl").write_text("\n".join(rows) + "\n")
     program = """
-from troll.tasks import TaskConfig, load_task
+from troll_lab.tasks import TaskConfig, load_task
 print("problems", len(load_task(TaskConfig("reasoning_gym:chain_sum", eval_size=2)).eval_dataset))
 """
     assert "problems 2" in installed.python(program)
@@ -239,7 +239,7 @@ REFUSALS = {
     ("troll", "report", "run"): "report",
     importing("troll.trl"): "trl",
     importing("troll.huggingface"): "trl",
-    importing("troll.tasks"): "tasks",
+    importing("troll_lab.tasks"): "tasks",
     ("python", "-c", "from troll.verl import TrollPolicyLossConfig"): "verl",
     ("python", "-c", "import torch, troll; troll.capture(torch.zeros(1, 9), torch.zeros(1).long())"): "triton",
 }

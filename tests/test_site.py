@@ -17,8 +17,16 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 
 #: The packages whose `__all__` is public.
 PUBLIC = (
-    *("troll", "troll.diagnostics", "troll.gaussian", "troll.episodic", "troll.huggingface"),
-    *("troll.trl", "troll.verl", "troll.rewards", "troll.tasks", "troll.evaluation", "troll.testing", "troll_sandbox"),
+    *("troll", "troll.diagnostics", "troll.gaussian", "troll_lab.episodic", "troll.huggingface"),
+    *(
+        "troll.trl",
+        "troll.verl",
+        "troll_lab.rewards",
+        "troll_lab.tasks",
+        "troll_lab.evaluation",
+        "troll.testing",
+        "troll_sandbox",
+    ),
 )
 
 
@@ -71,7 +79,7 @@ def test_the_reference_has_every_public_name(site: Path, package: griffe.Module)
 
 
 def test_the_documentation_imports_public_names_only(package: griffe.Module) -> None:
-    # examples/verl/cpu stands in for a cluster; the others are made of parts of `troll.runs` and of the toy task.
+    # examples/verl/cpu stands in for a cluster; the others are made of parts of `troll_lab.runs` and of the toy task.
     made = [ROOT / "examples" / name for name in ("small_model.py", "smollm2_demo.py", "verl/memagent/documents.py")]
     internal = [*(ROOT / "examples" / "verl" / "cpu").rglob("*.py"), *made]
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]

@@ -6,8 +6,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll.rewards import completion_text, final_answer
-from troll.tasks import Task, TaskConfig
+from troll_lab.rewards import completion_text, final_answer
+from troll_lab.tasks import Task, TaskConfig
 
 
 def success(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:

@@ -22,7 +22,7 @@ TASK_SETTINGS=(
   actor_rollout_ref.rollout.val_kwargs.do_sample=False
   actor_rollout_ref.rollout.val_kwargs.temperature=0
   actor_rollout_ref.rollout.val_kwargs.n=1
-  reward.custom_reward_function.path=pkg://troll.rewards.mathematics
+  reward.custom_reward_function.path=pkg://troll_lab.rewards.mathematics
   reward.custom_reward_function.name=compute_score
   trainer.total_epochs="${TOTAL_EPOCHS:-5}"  # of 29 rollouts each
 )

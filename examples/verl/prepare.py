@@ -2,7 +2,7 @@
 
     python examples/verl/prepare.py gsm8k data/gsm8k
 
-For tasks whose answers `troll.rewards.mathematics` or `troll.rewards.code` judges: gsm8k, math, mbpp, ...
+For tasks whose answers `troll_lab.rewards.mathematics` or `troll_lab.rewards.code` judges: gsm8k, math, mbpp, ...
 (docs/tasks.md).
 """
 
@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from troll.tasks import TaskConfig, load_task
+from troll_lab.tasks import TaskConfig, load_task
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ class Bubblewrap(Launcher):
         settings = self._settings(limits, cpu_seconds=_backstop(limits), threads=limits.threads + 1)
         with _Starting(self._as_nobody) as starting:
             command = [*self.command(), *starting.options, "--", str(self.interpreter), *INTERPRETER_FLAGS]
-            command += ["/inside/enter.py", script, str(limits.disk_bytes), str(starting.left_open), settings]
+            command += ["/inside/enter.py", script, str(limits.disk_bytes), str(starting.left_open), "0", settings]
             environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(self.packages)}
             process = _start([*command, *arguments], streams, pass_fds=starting.theirs, cwd="/", env=environment)
             try:
@@ -85,8 +85,8 @@ class Bubblewrap(Launcher):
         folder = tempfile.mkdtemp(dir=self._folder)
         packages = os.pathsep.join(map(str, self.packages.values()))
         environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder, "PYTHONPATH": packages}
-        command = [str(self.interpreter), *INTERPRETER_FLAGS, f"{INSIDE}/enter.py", script, "0", "-1", settings]
-        process = _start([*command, *arguments], streams, cwd=folder, env=environment)
+        command = [str(self.interpreter), *INTERPRETER_FLAGS, f"{INSIDE}/enter.py", script, "0", "-1", str(os.getpid())]
+        process = _start([*command, settings, *arguments], streams, cwd=folder, env=environment)
         process.folder = folder
         try:
             self._bound(process, process.pid, script, limits)

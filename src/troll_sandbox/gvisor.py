@@ -85,7 +85,7 @@ class GVisor(Launcher):
     def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
         longest = math.ceil(PATIENCE * limits.wall_seconds) * (limits.threads + 1)  # by gVisor's clock
         settings = self._settings(limits, cpu_seconds=longest, threads=0)
-        command = [str(self.interpreter), *INTERPRETER_FLAGS, "/inside/enter.py", script, "0", "-1", settings]
+        command = [str(self.interpreter), *INTERPRETER_FLAGS, "/inside/enter.py", script, "0", "-1", "0", settings]
         folder = tempfile.mkdtemp(dir=self._folder, prefix="program-")
         try:
             Path(folder, "config.json").write_text(json.dumps(self._container([*command, *arguments], limits)))

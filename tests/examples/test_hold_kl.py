@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("trl")
 
-from tests.trl import tiny
-from tests.trl.tiny import logged
+from tests.troll.trl import tiny
+from tests.troll.trl.tiny import logged
 from troll.trl import TrollTrainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hold_kl.py"

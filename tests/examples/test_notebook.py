@@ -13,8 +13,8 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
 from benchmarks.memory import GIB, Estimate, Machine  # noqa: E402
-from tests.runs.conftest import tiny_model  # noqa: E402, F401  a fixture
-from troll import recipes  # noqa: E402
+from tests.troll_lab.runs.conftest import tiny_model  # noqa: E402, F401  a fixture
+from troll_lab import recipes  # noqa: E402
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "gsm8k_colab.ipynb"
 

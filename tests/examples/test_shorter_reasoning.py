@@ -11,7 +11,7 @@ pytest.importorskip("math_verify")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trl import tiny
+from tests.troll.trl import tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shorter_reasoning.py"
 

@@ -8,10 +8,10 @@ import pytest
 
 from experiments.contest import contestants, contrasts
 from experiments.contest_page import write_contest
-from tests.runs.test_comparison import write_run
-from tests.runs.test_report import Page, check_page
-from troll.runs.comparison import Comparison
-from troll.runs.recorded import MANIFEST, read_runs
+from tests.troll_lab.runs.test_comparison import write_run
+from tests.troll_lab.runs.test_report import Page, check_page
+from troll_lab.runs.comparison import Comparison
+from troll_lab.runs.recorded import MANIFEST, read_runs
 
 
 def rates(tmp_path: Path) -> list[Path]:

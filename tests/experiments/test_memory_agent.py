@@ -7,8 +7,8 @@ import pytest
 
 from experiments import memory_agent as controls
 from experiments.rows import read_rows
-from troll.runs import memory_agent
-from troll.runs.toy_model import character_tokenizer
+from troll_lab.runs import memory_agent
+from troll_lab.runs.toy_model import character_tokenizer
 
 TRAINER = SimpleNamespace(processing_class=character_tokenizer())
 

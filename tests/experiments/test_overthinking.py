@@ -6,8 +6,8 @@ import pytest
 
 from experiments import overthinking
 from experiments.rows import read_rows
-from troll import recipes
-from troll.runs.build import model_path
+from troll_lab import recipes
+from troll_lab.runs.build import model_path
 
 WARM_UP = {"max_steps": 2, "batch_size": 8, "num_questions": 64, "test_size": 8, "target_success": None}
 TINY = ["--max_steps", "2", "--updates_per_rollout", "2", "--eval_steps", "2"]

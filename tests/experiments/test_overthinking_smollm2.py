@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from experiments import overthinking, overthinking_smollm2
 from experiments.rows import Row, read_rows
-from tests.runs.conftest import write_tiny_model
+from tests.troll_lab.runs.conftest import write_tiny_model
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"

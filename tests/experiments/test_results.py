@@ -21,9 +21,9 @@ from experiments.collect import _recipe, collect
 from experiments.inference import crossed_bootstrap_interval
 from experiments.protocol import LEARNING_RATES, METHODS, TUNING_RATES, TUNING_SEEDS, Phase
 from experiments.table import Result
-from troll.runs.grid import PlannedRun, expand
-from troll.runs.statistics import SeedMean
 from troll.trl.surrogates import settings_read
+from troll_lab.runs.grid import PlannedRun, expand
+from troll_lab.runs.statistics import SeedMean
 
 DOCS = Path(__file__).parents[2] / "docs"
 REGIME = "sparse-signal"
@@ -84,7 +84,7 @@ def write(folder: Path, name: str, rows: list[Result]) -> None:
 #: Without the settings, recipes and surrogates of the package: pages of finished runs do not depend on what these are.
 ROWS_ONLY = """
 import sys
-gone = ("troll.trl", "troll.verl", "troll.recipes", "troll.tasks", "troll.runs.grid", "trl", "transformers")
+gone = ("troll.trl", "troll.verl", "troll_lab.recipes", "troll_lab.tasks", "troll_lab.runs.grid", "trl", "transformers")
 sys.modules.update(dict.fromkeys(gone))  # an import fails
 from pathlib import Path
 from experiments.page import write_pages

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments import signal
-from tests.trl.surrogates.scored import pair, scored_tokens, settings
+from tests.troll.trl.surrogates.scored import pair, scored_tokens, settings
 from troll.trl.surrogates import NoSettings, formulas
 
 ADVANTAGES = torch.tensor([1.5, 0.0, -0.5, 0.0, 2.0, 0.0], dtype=torch.float64)

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from experiments.tuning import Tuning, tune
-from tests.runs.test_compare import WORKER, console, grid, how, starts, text_of  # noqa: F401  two are fixtures
-from troll.recipes import RecipeError
-from troll.runs import slots, worker
-from troll.runs.compare import compare
-from troll.runs.grid import PlannedRun, parse_command
+from tests.troll_lab.runs.test_compare import WORKER, console, grid, how, starts, text_of  # noqa: F401  two are fixtures
+from troll_lab.recipes import RecipeError
+from troll_lab.runs import slots, worker
+from troll_lab.runs.compare import compare
+from troll_lab.runs.grid import PlannedRun, parse_command
 
 BOUNDS = ["--tune", "kl_bound=0.2,0.05", "epsilon=0.3,0.1", "learning_rate=1e-4,3e-4", "--tuning_seeds", "8", "9"]
 

@@ -22,7 +22,7 @@ from tests.troll_sandbox.processes import (
 from troll_sandbox import bubblewrap
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.errors import SandboxError
-from troll_sandbox.launch import Process
+from troll_sandbox.launch import INSIDE, Process
 from troll_sandbox.limits import Limits
 from troll_sandbox.stream_runs import run_stdio
 from troll_sandbox.system import System, system
@@ -241,6 +241,17 @@ def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation:
     _, errors = parent.communicate(timeout=30)
     assert (b"KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     wait_until_gone(f",{mark},")
+
+
+def test_script_ends_at_once_if_its_parent_has_ended_before(open_sandbox: Bubblewrap) -> None:
+    def run(parent: int) -> tuple[int, bytes]:
+        settings = open_sandbox._settings(LIMITS, cpu_seconds=9, threads=0)
+        command = [sys.executable, "-s", "-S", "-B", f"{INSIDE}/enter.py", "ready", "0", "-1", str(parent), settings]
+        found = subprocess.run(command, capture_output=True, timeout=60)
+        return found.returncode, found.stdout
+
+    assert run(os.getpid()) == (0, b"ready")
+    assert run(os.getppid()) == (1, b"")
 
 
 def test_run_without_isolation_keeps_the_limits(open_sandbox: Bubblewrap) -> None:

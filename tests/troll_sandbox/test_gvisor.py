@@ -13,7 +13,7 @@ import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE
 from tests.troll_sandbox.processes import PARENT, only_program, running, wait_until, wait_until_gone
-from troll.rewards.code import CodeGrader
+from troll_lab.rewards.code import CodeGrader
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.gvisor import GVisor
 from troll_sandbox.limits import MEBIBYTE, Limits

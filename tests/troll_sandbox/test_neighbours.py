@@ -7,7 +7,7 @@ import pytest
 
 from tests.troll_sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
 from tests.troll_sandbox.processes import wait_until_gone
-from troll.rewards.code import CodeGrader
+from troll_lab.rewards.code import CodeGrader
 from troll_sandbox.limits import MEBIBYTE, Limits
 
 pytestmark = pytest.mark.needs_bubblewrap

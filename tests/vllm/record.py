@@ -17,7 +17,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import extract_logprobs
 from vllm import LLM, SamplingParams
 
-from tests.trl import tiny
+from tests.troll.trl import tiny
 from tests.vllm.recorded import LENGTH, PROMPTS, RECORDS, SAMPLINGS, TOP_K, tiny_model
 from tests.vllm.server import serving
 

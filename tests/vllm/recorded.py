@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tolerance import rounding, within
-from tests.trust_region import reference
+from tests.troll.trust_region import reference
 from troll import SparsePolicy
 
 RECORDS = Path(__file__).with_name("records.json")

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
-from tests.trl import tiny
+from tests.troll.trl import tiny
 
 pytestmark = [
     pytest.mark.slow,
@@ -118,7 +118,7 @@ def test_another_vocabulary_is_refused_before_training(run):
 
 
 def generations(folder: Path, model: Path, backend: str) -> list[dict[str, Any]]:
-    command = ["troll.cli", "eval", str(model), "--task", "reasoning_gym:chain_sum", "--backend", backend]
+    command = ["troll_lab.cli", "eval", str(model), "--task", "reasoning_gym:chain_sum", "--backend", backend]
     command += ["--eval_size", "8", "--max_new_tokens", "6", "--dtype", "float32"]
     run_module(*command, "--output_dir", str(folder / backend))
     (path,) = (folder / backend / "generations").iterdir()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.tolerance import within
-from tests.trl import tiny
-from tests.trl.test_resampling import SETTINGS, dataset, reward
-from tests.trl.tiny import logged
+from tests.troll.trl import tiny
+from tests.troll.trl.test_resampling import SETTINGS, dataset, reward
+from tests.troll.trl.tiny import logged
 from tests.vllm.test_engine import FLOAT32_ERROR, save
 
 if find_spec("vllm") is not None:

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from tests.trl import tiny
+from tests.troll.trl import tiny
 
 PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
-from troll.runs.page_frame import html_table, percent, render
-from troll.runs.plot import COLOURS, DASHES, LEGEND_STYLES, LIGHT, columns, drawing, running_mean, set_scale, window
+from troll_lab.runs.page_frame import html_table, percent, render
+from troll_lab.runs.plot import COLOURS, DASHES, LEGEND_STYLES, LIGHT, columns, drawing, running_mean, set_scale, window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from troll.runs.plot import Points, Scale
+    from troll_lab.runs.plot import Points, Scale
 
 #: What verl logs, by step.
 Metrics = Mapping[int, Mapping[str, float]]

@@ -16,10 +16,10 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from troll.runs.toy_model import toy_model
-from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
-from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
-from troll.values import read_yaml
+from troll_lab.runs.toy_model import toy_model
+from troll_lab.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
+from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
+from troll_lab.values import read_yaml
 
 # The model reads bare text, and verl applies a chat template to all it is asked.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -12,8 +12,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "cpu"))
 
 from toy_data import quickstart_task, write_model, write_questions
 
-from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, questions
-from troll.tasks.registry import DEFAULT_EVAL_SIZE
+from troll_lab.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, questions
+from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE
 
 
 def prepare(folder: Path) -> None:

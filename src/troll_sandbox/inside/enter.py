@@ -1,8 +1,9 @@
 """Runs first inside the sandbox: does the set-up that bubblewrap cannot do, and then runs a script.
 
 Arguments: the name of the script, the size of the work folder in bytes (0: there is one already), a descriptor that
-bubblewrap has left open (-1: none), and the script's own arguments. Bubblewrap leaves this process the capabilities to
-mount the folder and to change the user. It drops them before any code of a program's is here.
+bubblewrap has left open (-1: none), the process that must be its parent (0: any), and the script's own arguments.
+Bubblewrap leaves this process the capabilities to mount the folder and to change the user. It drops them before any
+code of a program's is here.
 """
 
 import os
@@ -11,8 +12,12 @@ from _frozen_importlib_external import SourceFileLoader
 
 import confine
 
-script, disk, left = sys.argv[1:4]
-del sys.argv[1:4]
+script, disk, left, parent = sys.argv[1:5]
+del sys.argv[1:5]
+if int(parent):
+    confine.die_with_parent()
+    if os.getppid() != int(parent):  # it has ended before that call
+        os._exit(1)
 if int(left) > 2:
     os.closerange(int(left), int(left) + 1)
 if int(disk):

@@ -8,7 +8,7 @@ from typing import Any
 
 from reasoning_gym.factory import create_dataset
 
-from troll.tasks.reasoning_gym import Question, is_correct
+from troll_lab.tasks.reasoning_gym import Question, is_correct
 
 
 def compute_score(

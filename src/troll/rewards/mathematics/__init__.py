@@ -1,5 +1,0 @@
-"""Rewards for mathematical answers; verl finds `compute_score` here."""
-
-from troll.rewards.mathematics.grader import MathGrader, compute_score, success
-
-__all__ = ["MathGrader", "compute_score", "success"]

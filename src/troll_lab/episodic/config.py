@@ -1,0 +1,166 @@
+"""The settings of a run on movements, from a recipe and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from troll_lab.terminal import did_you_mean
+from troll_lab.values import NEGATIVE, number, read_yaml, whole_number
+
+FOLDER = Path(__file__).parent / "recipes"
+_READERS: dict[str, Callable[[str], Any]] = {"int": whole_number, "float": number, "str": str}
+CHOICES = {"events": ("segments", "episodes"), "constraint": ("trust_region", "clip")}
+
+
+@dataclass
+class EpisodicConfig:
+    """Every setting of a run.
+
+    Attributes:
+        environment: `reach`, `box`, `box-sparse`, or a task of Meta-World such as `metaworld:reach-v3`.
+        events: The events of the importance ratio: `segments` of a movement (TCE), or whole `episodes` (black-box).
+        constraint: The limit on an update: the `trust_region`, or the `clip` of the ratio.
+        mean_bound: Bound on the KL of the means, in nats.
+        covariance_bound: Bound on the KL of the covariances, in nats.
+        pull_weight: Weight of the pull to the projection in the loss.
+        clip: Half-width of the clip's interval around 1, for `constraint: clip`.
+        num_bases: Number of basis functions of each joint.
+        alpha: Stiffness of the movement.
+        initial_scale: Standard deviation of the weights at the start, in units of the joints.
+        contextual_covariance: Whether the covariance depends on the context.
+        segment_points: Number of time points at which a movement is cut into segments.
+        likelihood_noise: Variance of a position about its movement, in squared units of the joints.
+        discount: Discount γ of a step.
+        gae_decay: λ of the critic's targets.
+        iterations: Number of rollouts, each followed by updates.
+        episodes: Number of episodes in a rollout.
+        updates: Number of updates of the policy per rollout, each on the whole rollout.
+        critic_updates: Number of updates of the critic per rollout, each on the whole rollout.
+        learning_rate: Learning rate of the policy's Adam.
+        critic_learning_rate: Learning rate of the critic's Adam.
+        max_grad_norm: The norm to which gradients are clipped. The pull grows with the square of the distance to the
+            region, so without clipping one large step would lead to larger ones.
+        hidden: Units in each of the two hidden layers of the networks.
+        eval_every: Iterations between evaluations, each of which also saves a checkpoint.
+        eval_episodes: Number of episodes in an evaluation, always the same, with the mean movement. None is one of
+            training: in Meta-World each has a task of its own that training never draws.
+        num_envs: Number of environments that step together; divides `episodes` and `eval_episodes`.
+        processes: Whether each environment runs in its own process.
+        seed: Seed of the initial networks, of movements and episodes.
+        output_dir: The run's folder.
+        resume_from_checkpoint: Whether to resume the run in a folder.
+    """
+
+    environment: str = "reach"
+    events: str = "segments"
+    constraint: str = "trust_region"
+    mean_bound: float = 0.05
+    covariance_bound: float = 5e-4
+    pull_weight: float = 1.0
+    clip: float = 0.2
+    num_bases: int = 5
+    alpha: float = 25.0
+    initial_scale: float = 0.3
+    contextual_covariance: bool = False
+    segment_points: int = 25
+    likelihood_noise: float = 1e-5
+    discount: float = 1.0
+    gae_decay: float = 0.95
+    iterations: int = 400
+    episodes: int = 64
+    updates: int = 20
+    critic_updates: int = 10
+    learning_rate: float = 3e-4
+    critic_learning_rate: float = 1e-3
+    max_grad_norm: float = 1.0
+    hidden: int = 64
+    eval_every: int = 20
+    eval_episodes: int = 128
+    num_envs: int = 64
+    processes: bool = False
+    seed: int = 0
+    output_dir: str = "runs/episodic"
+    resume_from_checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # Types are texts here, because of the future import above.
+            if field.type in ("int", "float") and field.name != "seed":
+                may_be_zero = field.name in ("pull_weight", "gae_decay")
+                if not (value >= 0 if may_be_zero else value > 0):
+                    raise ValueError(f"{field.name} must be {'at least' if may_be_zero else 'above'} 0, got {value}")
+                if math.isinf(value) and not field.name.endswith("_bound"):
+                    raise ValueError(f"{field.name} must be finite, got {value}")
+                if field.name in ("discount", "gae_decay") and value > 1:
+                    raise ValueError(f"{field.name} must be at most 1, got {value}")
+        for name in ("episodes", "eval_episodes"):
+            if getattr(self, name) % self.num_envs:
+                raise ValueError(f"{name} must be a multiple of num_envs={self.num_envs}, got {getattr(self, name)}")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that a run records: all except those of how it was started."""
+        names = [field.name for field in fields(self) if field.name != "resume_from_checkpoint"]
+        return {name: getattr(self, name) for name in names}
+
+
+def recipe_names() -> list[str]:
+    """The recipes of this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def is_recipe(name_or_path: str) -> bool:
+    """Whether a recipe is one of this package, or a file that names an `environment`."""
+    path = Path(name_or_path)
+    if name_or_path in recipe_names():
+        return True
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
+    try:
+        return "environment" in read_yaml(path)
+    except ValueError:
+        return False  # `troll_lab.recipes.load` names the mistake
+
+
+def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
+    """Reads a recipe and applies `--field value` pairs on top.
+
+    Raises:
+        ValueError: If a field is unknown or a value does not fit it.
+    """
+    path = FOLDER / f"{name_or_path}.yaml" if name_or_path in recipe_names() else Path(name_or_path)
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser._negative_number_matcher = NEGATIVE
+    for field in fields(EpisodicConfig):
+        if field.type == "bool":
+            parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_boolean)
+        else:
+            parser.add_argument(f"--{field.name}", type=_READERS[str(field.type)])
+    values = read_yaml(path)
+    if empty := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"{path}: {empty[0]} has no value")
+    recipe = [f"--{name}={value}" for name, value in values.items()]
+    given, unknown = parser.parse_known_args([*recipe, *overrides])
+    if unknown:
+        name = unknown[0].removeprefix("--").partition("=")[0]
+        raise ValueError(f"unknown field {name!r}{did_you_mean(name, vars(given))}")
+    return EpisodicConfig(**{name: value for name, value in vars(given).items() if value is not None})
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
+    return text.lower() == "true"

@@ -1,0 +1,120 @@
+"""Results and paired differences as dots with intervals: the first part of a comparison's page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from troll_lab.evaluation.estimators import Interval
+from troll_lab.runs.comparison import Difference, M, panels
+from troll_lab.runs.comparison_tables import formatted, interval_of, plain_difference, result_interval
+from troll_lab.runs.page_frame import figure_card
+from troll_lab.runs.plot import LIGHT, drawing, line_style
+from troll_lab.runs.recorded import Measure
+from troll_lab.runs.statistics import seed_differences
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+_PER_LINE, _MARGINS = 0.42, 0.75  # inches for each method, and for the axis with its labels
+_UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
+_POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
+_DOT_NOTE = (
+    "Large dot: mean over seeds; bar: its 95 % interval; small dots: single seeds. A difference whose bar crosses 0 is "
+    "no evidence."
+)
+
+
+def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> str:
+    """The section of the page with a figure of the results and one of the differences for each panel.
+
+    It is empty if no method has a result. The notes follow the explanation of the dots.
+    """
+    cards = []
+    for number, (title, members) in enumerate(panels(methods), start=1):
+        measure = next(iter(members.values())).measure
+        lines = [
+            _Line(
+                f"{label}   {formatted(final.mean, measure)}{_UNIT[measure]}",
+                place,
+                final.mean,
+                result_interval(final, measure),
+                list(method.finals.values()),
+            )
+            for place, (label, method) in enumerate(members.items())
+            if (final := method.final) is not None
+        ]
+        if not lines:
+            continue
+        cards.append(_dots(f"outcome-{number}", title, f"final held-out {measure}", lines, measure))
+        lines = [
+            _Line(
+                f"{_short(found.first, members)} − {_short(found.second, members)}   "
+                f"{plain_difference(found.estimate, measure)}{_POINTS[measure]}",
+                list(members.values()).index(found.second) if found.second in members.values() else place,
+                found.estimate.mean,
+                interval_of(found.estimate),
+                seed_differences(found.first.finals, found.second.finals),
+            )
+            for place, found in enumerate(found for found in differences if found.first in members.values())
+        ]
+        if lines:
+            cards.append(_dots(f"lead-{number}", title, "paired difference, seed by seed", lines, measure, zero=True))
+    if not cards:
+        return ""
+    note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
+    return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
+
+
+def _short(method: M, members: Mapping[str, M]) -> str:
+    return next((label for label, member in members.items() if member is method), method.label)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a dot plot: its text, the place of its colour, the mean with its interval, and the single seeds."""
+
+    text: str
+    place: int
+    mean: float
+    interval: Interval | None
+    seeds: Sequence[float]
+
+
+def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Measure, zero: bool = False) -> str:
+    def paint(axes: Axes) -> None:
+        if zero:
+            axes.axvline(0, color=LIGHT["ink"], linewidth=1)
+        for line, y in zip(lines, range(len(lines) - 1, -1, -1), strict=True):
+            colour = line_style(line.place)["color"]
+            axes.plot(line.seeds, [y] * len(line.seeds), ".", color=colour, alpha=0.35, markersize=4)
+            if line.interval is not None:
+                axes.plot(line.interval, [y, y], color=colour, linewidth=2.2, solid_capstyle="butt")
+            axes.plot([line.mean], [y], "o", color=colour, markersize=7)
+            axes.text(
+                *(0, y + 0.22, line.text),
+                transform=axes.get_yaxis_transform(),
+                color=LIGHT["ink"],
+                bbox={"facecolor": LIGHT["card"], "linewidth": 0, "pad": 0.5},  # no line through the text
+                parse_math=False,  # a name may have dollar signs
+            )
+        axes.set_ylim(-0.45, len(lines) - 0.3)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        format_axis(axes.xaxis, measure, sign=zero)
+
+    plot = drawing(slug, escape(f"{what}, {title}"), paint, _MARGINS + _PER_LINE * len(lines))
+    return figure_card(slug, f'{escape(title)} <span class="unit">{escape(what)}</span>', plot)
+
+
+def format_axis(axis: Axis, measure: Measure, sign: bool = False) -> None:
+    """Labels an axis of successes in per cent, of rewards as they are; with `sign`, positive values show it."""
+
+    def label(value: float, _: object) -> str:
+        value = round(100 * value if measure == "success" else value, 9)
+        return f"{value:{'+' if sign and value else ''}g}".replace("-", "−") + ("" if sign else _UNIT[measure])
+
+    axis.set_major_formatter(label)

@@ -1,0 +1,214 @@
+"""`troll train`: one run, from a recipe to a folder with a model, its metrics and a report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from troll.files import json_text, locked, write_atomically
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.eval_metrics import judged_by
+from troll.trl.ungraded import NothingJudgedError
+from troll_lab import recipes
+from troll_lab.evaluation.training_task import TrainingTask
+from troll_lab.recipes import Recipe, RecipeError
+from troll_lab.runs.build import BuiltRun, build
+from troll_lab.runs.charts import HELD_OUT, SUCCESS
+from troll_lab.runs.folders import LOCK
+from troll_lab.runs.result import RunResult
+from troll_lab.tasks import Task
+from troll_lab.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
+
+#: The figures of the logs in the progress line: label, key, format.
+SHOWN = (
+    ("reward", "reward", "{:.2f}"),
+    ("success", SUCCESS, "{:.0%}"),
+    ("held-out", HELD_OUT, "{:.0%}"),
+    ("KL", "trust_region/kl_before_mean", "{:.1e}"),
+    ("projected", "trust_region/projected_fraction", "{:.1%}"),
+    ("clipped", "clip_ratio/region_mean", "{:.1%}"),
+)
+
+
+def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
+    """Trains by the recipe of a name or path, with the fields that follow it on the command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        troll_lab.terminal.UsageError: If the recipe cannot be followed.
+    """
+    silence_libraries()
+    try:
+        finished = train(recipes.load(recipe_name, overrides), Console())
+    except (FloatingPointError, NothingJudgedError) as error:
+        return fail(error, FAILED)
+    return 0 if finished else INTERRUPTED
+
+
+def train(recipe: Recipe, console: Console) -> bool:
+    """Trains, and leaves a run folder.
+
+    It holds `config.yaml`, `task.json`, `metrics.jsonl`, `summary.json`, `verdicts.json`, `README.md`, `report.html`,
+    the `model` and checkpoints. Every mistake in a recipe is found before the first step.
+
+    Returns:
+        Whether training reached its end. Ctrl-C leaves a folder that is just as complete and can be resumed.
+
+    Raises:
+        RecipeError: If another process trains in the folder; and see `troll_lab.runs.build.build`.
+        FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
+        NothingJudgedError: If a grader could judge nothing in three rollouts in a row; likewise.
+        troll_lab.tasks.TaskError: See `troll_lab.runs.build.build`.
+    """
+    folder, holder = Path(recipe.training.output_dir or "trainer_output"), "another troll train"
+    main = recipe.training.process_index == 0
+    with locked(folder, LOCK, holder=holder, error=RecipeError) if main else contextlib.nullcontext():
+        return _train(build(recipe, folder), console)
+
+
+def _train(run: BuiltRun, console: Console) -> bool:
+    recipe, trainer, folder = run.recipe, run.trainer, run.folder
+    if trainer.is_world_process_zero():
+        recipes.save(recipe, folder / recipes.CONFIG_FILE)
+        run.trained_on.write(folder)
+        say(console, f"training on {run.task.name} with {_method(recipe.training)}; output in {folder}")
+        if recipe.note:
+            say(console, recipe.note)
+
+    progress = ProgressLine(console)
+    trainer.add_callback(RunFiles(folder, run.trained_on))
+    trainer.add_callback(progress)
+    if run.others:
+        trainer.add_callback(OtherTasks(trainer, run.others))
+
+    result = RunResult(run)
+    # TRL would write its own card, without the task and results, with every checkpoint and before every push.
+    trainer.create_model_card = result.write_card  # type: ignore[method-assign]
+    status = "failed"
+    try:
+        trainer.train(resume_from_checkpoint=run.checkpoint)
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+    finally:
+        progress.stop()
+        # A resumed run that fails before its checkpoint is loaded leaves the folder as it was.
+        if run.checkpoint is None or trainer.state.global_step:
+            result.write(status, console)
+    # Without this, the process group ends with the interpreter, and its threads may abort the process.
+    trainer.accelerator.end_training()
+    return status == "finished"
+
+
+def _method(training: TrollConfig) -> str:
+    """The surrogate and the estimator in words, with the trust region's bound if there is one."""
+    names = {
+        "troll": f"TROLL, KL bound {training.kl_bound}",
+        "regression": f"TROLL's regression term only, KL bound {training.kl_bound}",
+        "none": "no clip and no trust region",
+    }
+    surrogate = names.get(training.surrogate, f"surrogate {training.surrogate}")
+    if training.surrogate == "kl_penalty":
+        surrogate = f"a KL penalty, weight {training.own_settings.weight}"
+    return surrogate if training.advantage_estimator == "group" else f"{surrogate}, {training.advantage_estimator}"
+
+
+class RunFiles(TrainerCallback):
+    """Writes every log as a line of `metrics.jsonl` at once, and keeps the training task with every checkpoint.
+
+    A resumed run continues after its checkpoint's logs.
+    """
+
+    def __init__(self, folder: Path, task: TrainingTask) -> None:
+        self.path, self.task = folder / "metrics.jsonl", task
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the file with the checkpoint's logs; for a new run, it is empty."""
+        if state.is_world_process_zero:
+            write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Appends the newest log."""
+        if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
+            with self.path.open("a") as file:
+                file.write(_line(state.log_history[-1]))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes `task.json` into the checkpoint."""
+        if state.is_world_process_zero:
+            self.task.write(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+
+
+class ProgressLine(TrainerCallback):
+    """A progress bar with the figures of `SHOWN`; on anything but a terminal, a line per log."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (TextColumn("train"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self.latest: dict[str, str] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the bar at the run's first step."""
+        self.bar = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
+        if state.is_world_process_zero and self.console.is_terminal:
+            self.progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Moves the bar."""
+        self.progress.update(self.bar, completed=state.global_step)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Shows the newest figures."""
+        logs = state.log_history[-1]
+        shown = {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
+        self.latest |= shown
+        self.progress.update(self.bar, description=_figures(self.latest))
+        # Only new figures: a step with training and evaluation has two logs, and the second must not repeat the first.
+        if state.is_world_process_zero and not self.console.is_terminal and shown:
+            self.console.print(f"step {state.global_step}/{state.max_steps}  {_figures(shown)}", soft_wrap=True)
+
+    def stop(self) -> None:
+        """Ends the bar."""
+        if self.progress.live.is_started:
+            self.progress.stop()
+
+
+class OtherTasks(TrainerCallback):
+    """Evaluates on other tasks, right after every evaluation on the task that is trained on.
+
+    Args:
+        trainer: The trainer that evaluates.
+        tasks: The other tasks, with different `short_name`.
+    """
+
+    def __init__(self, trainer: TrollTrainer, tasks: Sequence[Task]) -> None:
+        self.trainer, self.tasks = trainer, tasks
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
+        if "eval_loss" in kwargs["metrics"]:
+            for task in self.tasks:
+                judge = judged_by(self.trainer, task.reward_funcs, task.reward_weights)
+                judge.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
+
+
+def _figures(shown: Mapping[str, str]) -> str:
+    return "  ".join(f"{label} {value}" for label, value in shown.items())
+
+
+def _line(logs: dict[str, Any]) -> str:
+    return json_text(logs) + "\n"

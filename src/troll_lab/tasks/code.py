@@ -1,0 +1,333 @@
+"""Tasks whose answer is a program, judged by unit tests."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from datasets import Dataset
+
+from troll_lab.rewards.code import GVISOR, CodeGrader, passed_fraction
+from troll_lab.rewards.demands import PACKAGES, borrowed_packages, needs_plain
+from troll_lab.rewards.program import parse_tests
+from troll_lab.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
+from troll_lab.tasks.options import Options
+from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
+from troll_lab.tasks.rows import Column, Row
+from troll_lab.tasks.splits import Divide, Source
+from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
+from troll_sandbox.cases import Tests
+from troll_sandbox.limits import MEBIBYTE
+from troll_sandbox.unbounded import parse, read_json, write_json
+
+#: The end of a message that asks for a program.
+INSTRUCTION = "Write the whole program in one ```python block."
+
+_ASKED = "{question}\n\n{instruction}"
+# The text that a model without a chat template has seen most often before a program: a comment that describes it.
+_COMMENT = '"""\n{question}\n"""\n'
+_BORROWED = (
+    "use {name} without importing it, so a program can define {name} and decide them: put `{import_}` into their setup"
+)
+_NEEDS_PLAIN = (
+    "cannot be passed from outside the program's process ({need}); task_options {{plain_tests: needed}} runs them "
+    "inside, where a program can fake its verdict"
+)
+_IS_PLAIN = "run in the program's own process, where it can fake its verdict"
+_EURUS = "Write Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
+
+
+def load_code(
+    config: TaskConfig,
+    source: Source,
+    *,
+    columns: dict[str, Column],
+    read: Read,
+    style: PromptStyle,
+    divide: Divide | None = None,
+) -> Task:
+    """Loads a task whose examples have the column `tests`, for `troll_lab.rewards.code.CodeGrader`.
+
+    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and `sandbox`
+    ("gvisor", or the address of a server, to test the programs instead), `overlong` of `take_shaping`, those of
+    `dataset_task`, and two about running the tests:
+
+    - `compare`: how printed text is compared unless the tests specify it, "tokens" or "numbers"; see
+      `troll_sandbox.output.same_output`.
+    - `plain_tests`: which tests that are code run in the program's process, where a program can fake its verdict: those
+      that specify it ("stated"); also those without a specification that need it, as far as
+      `troll_lab.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
+
+    Warns about rows whose tests need the program's process or run there, and about rows whose tests take a package's
+    name from the program. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is
+    logged.
+
+    Raises:
+        TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,
+            or a row lacks a column that is read.
+    """
+    options = Options(config)
+    partial_credit = options.flag("partial_credit")
+    settings = _take_settings(options)
+    running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
+    shaping = take_shaping(options, answer_format=None)
+
+    def rewards() -> Iterator[tuple[Reward, float]]:
+        try:
+            grader = CodeGrader(**settings)
+        except (SandboxError, ValueError) as error:
+            raise TaskError(str(error)) from error
+        yield grader, 0.0 if partial_credit else 1.0
+        if partial_credit:
+            yield passed_fraction(grader), 1.0
+        yield from shaping
+
+    task = dataset_task(
+        config,
+        source,
+        options,
+        columns=columns,
+        read=lambda row: running.example(row, read(row)),
+        style=style,
+        rewards=rewards(),
+        divide=divide,
+    )
+    running.warn()
+    return task
+
+
+class _Running:
+    """How the tests of a data set run, by its options, and the warnings about them."""
+
+    def __init__(self, options: Options, on_server: bool) -> None:
+        self._compare = options.choice("compare", ("tokens", "numbers"))
+        self._plain = options.choice("plain_tests", ("stated", "never", "needed", "always"))
+        if on_server and self._plain != "stated":
+            raise TaskError("leave out plain_tests: on a server all tests of functions run in the program's process")
+        self._on_server = on_server
+        self._noted: dict[str, list[str]] = defaultdict(list)
+
+    def example(self, row: Row, example: Example) -> Example:
+        """Returns the example with the options applied to its tests, and notes warnings."""
+        text = example.columns["tests"]
+        tests, fields = parse_tests(text), read_json(text)
+        settings = self._settings(row, tests, fields)
+        if all(getattr(tests, name) == value for name, value in settings.items()):
+            return example
+        return replace(example, columns={**example.columns, "tests": write_json(fields | settings)})
+
+    def warn(self) -> None:
+        """Gives each noted warning once."""
+        for problem, places in self._noted.items():
+            rows = f"{len(places)} rows" if len(places) > 1 else "1 row"
+            warnings.warn(f"the tests of {rows}, the first {places[0]}, {problem}", stacklevel=4)
+
+    def _settings(self, row: Row, tests: Tests, fields: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(tests, StreamTests):
+            return {"compare": fields.get("compare", self._compare)}
+        if isinstance(tests, CodeTests):
+            for name in borrowed_packages(tests):
+                self._noted[_BORROWED.format(name=name, import_=PACKAGES[name])].append(row.place)
+        if self._on_server:
+            self._noted[_IS_PLAIN].append(row.place)
+            return {}
+        return {"plain": self._runs_plain(row, tests, fields.get("plain"))} if isinstance(tests, CodeTests) else {}
+
+    def _runs_plain(self, row: Row, tests: CodeTests, stated: bool | None) -> bool:
+        if stated is None:
+            needs = needs_plain(tests)
+        else:
+            needs = ['their field "plain" is true'] if stated else []
+        plain = {"stated": bool(stated), "needed": bool(needs), "always": True, "never": False}[self._plain]
+        if plain:
+            self._noted[_IS_PLAIN].append(row.place)
+        elif needs:
+            self._noted[_NEEDS_PLAIN.format(need=needs[0])].append(row.place)
+        return plain
+
+
+@register_task("humaneval", trains=False)
+def humaneval(config: TaskConfig, argument: str = "") -> Task:
+    """Loads HumanEval: functions to complete, from their signature and description.
+
+    A plain prompt is the unchanged beginning of the function, which a completion continues; a conversation asks for the
+    whole function.
+    """
+
+    def read(row: Row) -> Example:
+        prompt, entry_point = row.text("prompt"), row.text("entry_point")
+        tests = {"check": row.text("test"), "entry_point": entry_point, "setup": prompt}
+        columns = {"tests": _checked(row, "test", tests), "prefix": prompt}
+        return Example(prompt, columns, reference=row.value("canonical_solution"))
+
+    return load_code(
+        config,
+        Source("openai/openai_humaneval", train=None),
+        columns={
+            **{name: Column((name,)) for name in ("prompt", "test", "entry_point")},
+            "canonical_solution": Column(("canonical_solution",), required=False),
+        },
+        read=read,
+        style=PromptStyle(
+            "{question}", "Complete this function.\n\n```python\n{question}```\n\n{instruction}", INSTRUCTION
+        ),
+    )
+
+
+@register_task("mbpp")
+def mbpp(config: TaskConfig, argument: str = "") -> Task:
+    """Loads MBPP: short functions, each asked for in a sentence and by its tests, which are part of the prompt.
+
+    It reads the hub's `full` configuration, and holds out its split `test`. A local file with tasks beyond number 510
+    is divided as by the data set's authors (11 to 510 held out, 601 to 974 to train on); of another local file, the
+    last rows are held out.
+    """
+
+    def read(row: Row) -> Example:
+        asserts = _asserts(row)
+        tests: dict[str, Any] = {"asserts": asserts, "setup": row.value("setup") or ""}
+        reference = row.text("reference") if row.value("reference") else ""
+        try:
+            names = names_under_test(reference, asserts)
+        except (SyntaxError, ValueError) as error:  # ValueError: a null character, before Python 3.12
+            raise row.error(f"has tests or a reference that are not Python: {error}") from error
+        if names:
+            tests["names"] = names
+        question = "\n".join((row.text("prompt").strip(), "Your code should pass these tests:", "", *asserts))
+        return Example(question, {"tests": _checked(row, "tests", tests)}, reference=reference or None)
+
+    return load_code(
+        config,
+        Source("google-research-datasets/mbpp", "full"),
+        columns={
+            "prompt": Column(("text", "prompt")),
+            "tests": Column(("test_list",)),
+            "setup": Column(("test_setup_code",), required=False),
+            "reference": Column(("code",), required=False),
+        },
+        read=read,
+        style=PromptStyle(_COMMENT, _ASKED, INSTRUCTION),
+        divide=_as_published,
+    )
+
+
+@register_task("eurus_code")
+def eurus_code(config: TaskConfig, argument: str = "") -> Task:
+    """Loads the programming half of Eurus-2-RL-Data: competition problems, most of them from input to output."""
+
+    def read(row: Row) -> Example:
+        question, text = without(row.text("prompt"), _EURUS), row.text("tests")
+        try:
+            tests = eurus_tests(read_json(text))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error!r:.80}") from error
+        return Example(question, {"tests": _checked(row, "tests", tests)})
+
+    return load_code(
+        config,
+        Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "code")),
+        columns={"prompt": Column(("prompt",)), "tests": Column(("reward_model.ground_truth",))},
+        read=read,
+        style=PromptStyle(_ASKED, _ASKED, INSTRUCTION),
+    )
+
+
+def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
+    """Loads a task from two columns of a data set, `prompt` and `tests`; arguments as for `load_code`.
+
+    Tests are JSON as `troll_lab.rewards.program` reads it, or a list of assert statements.
+    """
+
+    def read(row: Row) -> Example:
+        tests: Any = {"asserts": _asserts(row)} if isinstance(row.value("tests"), list) else row.text("tests")
+        return Example(row.text("prompt"), {"tests": _checked(row, "tests", tests)})
+
+    style = PromptStyle(_ASKED, _ASKED, INSTRUCTION)
+    return load_code(config, source, columns=columns, read=read, style=style)
+
+
+def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
+    """Returns the names that a reference solution binds at its top level and its tests use.
+
+    So if a solution is called `sum`, the tests call the program's `sum`.
+
+    Raises:
+        SyntaxError: If one of them is not Python.
+    """
+    tests, program = [parse(test) for test in asserts], parse(reference)
+    used = {node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name)}
+    bound: dict[str, None] = {}
+    for node in program.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound[node.name] = None
+        else:
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            bound.update(dict.fromkeys(each.id for each in stored))
+    return [name for name in bound if name in used]
+
+
+def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns tests of Eurus in the form that `troll_lab.rewards.program` reads.
+
+    Lines may come as lists, and the arguments and the result of a call as JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: If they have none of the data set's forms.
+    """
+    inputs, outputs = found["inputs"], found["outputs"]
+    name = found.get("fn_name")
+    if name is None:
+        return {"inputs": [_lines(each) for each in inputs], "outputs": [_lines(each) for each in outputs]}
+    calls = [[read_json(line) for line in each.split("\n")] if isinstance(each, str) else each for each in inputs]
+    results = [read_json(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs]
+    return {"function": name, "inputs": calls, "outputs": results}
+
+
+def _checked(row: Row, field: str, tests: dict[str, Any] | str) -> str:
+    """The column `tests`, after checking that the grader can read it."""
+    text = tests if isinstance(tests, str) else write_json(tests)
+    try:
+        parse_tests(text)
+    except ValueError as error:
+        raise row.error(f"has no tests in its field {row.columns[field]!r}: {error}") from error
+    return text
+
+
+def _asserts(row: Row) -> list[str]:
+    asserts = row.value("tests")
+    if not isinstance(asserts, list) or not asserts or not all(isinstance(each, str) for each in asserts):
+        raise row.error(f"has no list of tests in its field {row.columns['tests']!r}, got {asserts!r:.80}")
+    return asserts
+
+
+def _lines(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _take_settings(options: Options) -> dict[str, Any]:
+    """Takes the options that are arguments of `CodeGrader`."""
+    limits: dict[str, Any] = {}
+    if (cpu_seconds := options.number("cpu_seconds")) is not None:
+        limits["cpu_seconds"] = cpu_seconds
+    if (memory_mb := options.number("memory_mb")) is not None:
+        limits["memory_bytes"] = int(memory_mb * MEBIBYTE)
+    try:
+        checked = Limits(**limits)
+    except ValueError as error:
+        raise TaskError(f"task options cpu_seconds and memory_mb: {error}") from error
+    return {
+        "limits": checked,
+        "packages": options.texts("packages"),
+        "run_without_isolation": options.flag("run_without_isolation"),
+        "sandbox": options.text("sandbox"),
+    }
+
+
+def _as_published(rows: Dataset) -> tuple[list[int], list[int]] | None:
+    ids = rows["task_id"] if "task_id" in rows.column_names else []
+    train = [index for index, number in enumerate(ids) if 601 <= number <= 974]
+    return (train, [index for index, number in enumerate(ids) if 11 <= number <= 510]) if train else None

@@ -1,0 +1,181 @@
+"""Tasks with a mathematical answer. To add a data set: one declaration at the end of this file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, cast
+
+from troll_lab.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
+from troll_lab.rewards.mathematics import MathGrader
+from troll_lab.tasks.dataset_task import Example, PromptStyle, dataset_task, take_shaping, without
+from troll_lab.tasks.options import Options
+from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
+from troll_lab.tasks.rows import Column, Row
+from troll_lab.tasks.splits import Source
+
+_TEMPLATE = "{question}\n{instruction}"
+
+# Without braces, TeX takes one token: more text after it would mean that the answer is cut short.
+_BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!?]*(?:[\s$)}]|\\[\])]|$))")
+# A text without a box is an answer, unless it looks like a solution.
+_LONGEST_ANSWER = 200
+
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d\S*)?")
+
+# Instructions in the data sets' questions. A model that is asked for two formats cannot answer right.
+_DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.",
+    'Remember to put your answer on its own line after "Answer:".',
+)
+_EURUS = (r"Present the answer in LaTex format: \boxed{Your answer}",)
+
+
+def mathematics(
+    name: str,
+    source: Source,
+    *,
+    question: tuple[str, ...] = ("problem", "question"),
+    answer: tuple[str, ...] = ("answer", "solution"),
+    **settings: Any,
+) -> None:
+    r"""Registers a task: questions in text, each with one answer that math-verify can compare.
+
+    Args:
+        name: The name that users type.
+        source: Its data set on the hub.
+        question: The columns of the question, in order of preference.
+        answer: The columns of the answer, in order of preference.
+        **settings: More arguments of `load_mathematics`.
+    """
+    columns = {"prompt": Column(question), "answer": Column(answer)}
+
+    def load(config: TaskConfig, argument: str) -> Task:
+        return load_mathematics(config, source, columns=columns, **settings)
+
+    register_task(name, trains=source.train is not None)(load)
+
+
+def load_mathematics(
+    config: TaskConfig,
+    source: Source,
+    *,
+    columns: dict[str, Column],
+    gold: Callable[[str], str] | None = None,
+    instructions: tuple[str, ...] = (),
+    skip_unanswered: bool = False,
+    positive_symbols: bool = False,
+) -> Task:
+    r"""Loads a task of mathematics.
+
+    Its options are `answer_format` (`boxed`, `hash` or `tag`), `positive_symbols`, those of `take_shaping`, and those
+    of `dataset_task`.
+
+    Args:
+        config: The options, the sizes, and local data to take instead of the source.
+        source: Its data set on the hub.
+        columns: The columns of `prompt` and `answer`.
+        gold: A function that extracts the answer from the text of its column, and raises ValueError if there is none;
+            by default `boxed_or_whole`.
+        instructions: Sentences about the form of the answer, which are removed from questions.
+        skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
+        positive_symbols: Whether symbols stand for positive numbers by default, as in physics.
+
+    Returns:
+        The task. Its data sets have the columns `prompt` and `answer` (only the answer).
+
+    Raises:
+        TaskError: If math-verify is missing, an option is unknown or unusable, the data cannot be reached or read, or a
+            row lacks its question or its answer.
+    """
+    check_math_verify()
+    options = Options(config)
+    answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
+    positive_symbols = options.flag("positive_symbols", positive_symbols)
+    shaping = take_shaping(options, answer_format)
+
+    def read(row: Row) -> Example:
+        question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
+        if _DATE.fullmatch(answer):
+            what = "a date, which mathematics reads as a difference of numbers"
+            raise row.unfit("answer", what, answer, 'write it in words, such as "1 May 2024"')
+        try:
+            return Example(question, {"answer": (gold or boxed_or_whole)(answer)})
+        except ValueError as error:
+            raise row.error(f"has no answer in its field {row.columns['answer']!r}: {error}") from error
+
+    return dataset_task(
+        config,
+        source,
+        options,
+        columns=columns,
+        read=read,
+        style=PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]),
+        rewards=[(MathGrader(answer_format, positive_symbols=positive_symbols), 1.0), *shaping],
+        skip_unanswered=skip_unanswered,
+    )
+
+
+def check_math_verify() -> None:
+    """Checks before training that answers can be compared.
+
+    Raises:
+        TaskError: If math-verify is not installed.
+    """
+    if find_spec("math_verify") is None:
+        raise TaskError('this task needs math-verify: pip install "troll-rl[tasks]"')
+
+
+def boxed_or_whole(text: str) -> str:
+    r"""Returns the content of the last `\boxed{}` or `\boxed X` of a solution, or the whole of an answer without a box.
+
+    Raises:
+        ValueError: If the last box is empty, its braces do not balance, or they are missing around more than one token;
+            or if a text without a box has several lines, a `####` or more than 200 characters.
+    """
+    if r"\boxed" not in text:
+        if "\n" in text or "####" in text or len(text) > _LONGEST_ANSWER:
+            raise ValueError(
+                f"it is a solution without a \\boxed{{}}, {text[-60:]!r}; name the column that holds only the answer, "
+                "by task_options {columns: {answer: NAME}} (what follows #### is read by the task gsm8k)"
+            )
+        return text
+    text = _BARE_BOX.sub(r"\\boxed{\1}", text)
+    answer = final_answer(text, "boxed")
+    if answer is None or final_answer(text[text.rfind(r"\boxed") :], "boxed") is None:
+        raise ValueError(f"its last box is empty or open, {text[-60:]!r}")
+    return answer
+
+
+def after_hashes(solution: str) -> str:
+    """Returns the number after the last `####` of a GSM8K solution, without thousands separators.
+
+    Raises:
+        ValueError: If there is no `####`, or no number after it.
+    """
+    _, marker, answer = solution.rpartition("####")
+    answer = answer.strip().replace(",", "")
+    try:
+        float(answer)
+    except ValueError:
+        marker = ""
+    if not marker:
+        raise ValueError(f"it must end in '#### <number>', got {solution[-60:]!r}")
+    return answer
+
+
+_EURUS_DATA = Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "math"))
+_IN_EURUS = ("reward_model.ground_truth",)
+_DAPO_DATA = Source("open-r1/DAPO-Math-17k-Processed", "all")
+
+mathematics("gsm8k", Source("openai/gsm8k", "main"), answer=("answer",), gold=after_hashes)
+mathematics("math", Source("nlile/hendrycks-MATH-benchmark"))
+mathematics("dapo_math", _DAPO_DATA, question=("prompt",), answer=(*_IN_EURUS, "solution"), instructions=_DAPO)
+mathematics("eurus_math", _EURUS_DATA, question=("prompt",), answer=_IN_EURUS, instructions=_EURUS)
+mathematics("math500", Source("HuggingFaceH4/MATH-500", train=None))
+mathematics("aime24", Source("HuggingFaceH4/aime_2024", train=None, held_out="train"))
+mathematics("amc23", Source("math-ai/amc23", train=None))
+mathematics("minerva_math", Source("math-ai/minervamath", train=None), positive_symbols=True)
+mathematics("omni_math", Source("KbsdJames/Omni-MATH", train=None), skip_unanswered=True)

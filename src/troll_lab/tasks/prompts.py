@@ -1,0 +1,32 @@
+"""Prompts without answers: a reward model scores the completions."""
+
+from troll_lab.tasks.dataset_task import Example, PromptStyle, dataset_task
+from troll_lab.tasks.options import Options
+from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
+from troll_lab.tasks.rows import Column
+from troll_lab.tasks.splits import Source
+
+
+@register_task("prompts[:<hub data set>]")
+def load(config: TaskConfig, hub_name: str) -> Task:
+    """Loads prompts without answers, for the reward model in `config.reward_model`.
+
+    Rows have the field `prompt`: a text, or a conversation with one message by the user, whose system message is left
+    out. They come from the hub, e.g. from `trl-lib/ultrafeedback-prompt`, or without a name from `config.dataset_path`.
+
+    Raises:
+        TaskError: If there is no reward model, the data cannot be read, or a row has no such prompt.
+    """
+    if config.reward_model is None:
+        raise TaskError(f"task {config.task!r} has no reward of its own: name a reward model with --reward_model")
+    if not hub_name and config.dataset_path is None:
+        raise TaskError("task 'prompts' has no data: name a hub data set, prompts:<hub data set>, or --dataset_path")
+    return dataset_task(
+        config,
+        Source(hub_name),
+        Options(config),
+        columns={"prompt": Column(("prompt",))},
+        read=lambda row: Example(row.text("prompt"), {}),
+        style=PromptStyle("{question}", "{question}", ""),
+        rewards=[],
+    )

@@ -1,0 +1,167 @@
+"""Adapters of weights that several modules share: merged, they give the logits of PEFT's own forward."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
+from torch import nn
+from trl.generation.vllm_generation import VLLMGeneration
+
+from tests.tolerance import EPS, rounding, within
+from tests.troll.trl.tiny import COMMON, adapted, make_model
+from troll.huggingface.adapters import adapted_and_shared, refuse_merging, untie_adapted
+
+IDS = torch.arange(3, 40).unsqueeze(0)
+
+EVERYWHERE: dict[str, Any] = {"target_modules": ["q_proj", "up_proj", "embed_tokens", "lm_head"]}
+
+#: Settings of a LoRA adapter of Llama, by what is special about them.
+LORA: dict[str, dict[str, Any]] = {
+    **{name: {"target_modules": [name]} for name in ("q_proj", "down_proj", "lm_head", "embed_tokens")},
+    "all-linear": {"target_modules": "all-linear"},
+    "everywhere": EVERYWHERE,
+    "tied adapters": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "tied adapter": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "dora": {**EVERYWHERE, "use_dora": True},
+    "rslora": {**EVERYWHERE, "use_rslora": True},
+    "bias": {**EVERYWHERE, "bias": "all"},
+    "saved lm_head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "saved embed_tokens": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "both saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "both saved and tied": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "saved and adapted": {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
+    "tokens of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 7]}},
+    "other tokens of the head": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [5, 8]},
+    },
+    "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "embed_tokens.weight"]},
+    "replicated layers": {"target_modules": ["q_proj", "up_proj"], "layer_replication": [(0, 2), (0, 2)]},
+}
+
+ADAPTERS: dict[str, PeftConfig] = {
+    **{name: LoraConfig(task_type="CAUSAL_LM", r=4, **settings) for name, settings in LORA.items()},
+    "adalora": AdaLoraConfig(task_type="CAUSAL_LM", total_step=10, target_modules=["q_proj", "lm_head"]),
+    "ia3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "lm_head"], feedforward_modules=[]),
+    "loha": LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]),
+    "oft": OFTConfig(task_type="CAUSAL_LM", oft_block_size=4, target_modules=["q_proj", "lm_head"]),
+    "vera": VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"]),
+}
+
+#: A Conv1D keeps its matrix transposed.
+GPT2: dict[str, dict[str, Any]] = {
+    "c_attn": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+    "everywhere": {"target_modules": ["c_attn", "c_proj", "wte", "lm_head"]},
+    "saved wte": {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["wte"]},
+}
+
+
+def assert_merged_alike(made: Any) -> None:
+    """Untied and merged, a model has the logits of its forward with adapters, and of no adapter."""
+    with torch.no_grad():
+        expected = made(IDS).logits
+        with made.disable_adapter():
+            plain = made(IDS).logits
+        untie_adapted(made)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*tie_word_embeddings.*target_modules")
+            merged = made.merge_and_unload()
+        logits = merged(IDS).logits
+    largest = float(expected.abs().max())
+    assert float((expected - plain).abs().max()) > 1e-3
+    # A merged weight rounds in other places, in each of the seven products of every layer.
+    tolerance = 7 * COMMON["num_hidden_layers"] * rounding(COMMON["intermediate_size"], largest)
+    tolerance *= torch.finfo(expected.dtype).eps / EPS
+    assert float((logits - expected).abs().max()) <= within(tolerance)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merging_gives_the_logits_of_the_forward_with_adapters(name, tied):
+    # Of float32, the kinds of sums.
+    for dtype in (torch.float64, *([torch.float32] if name in ("everywhere", "dora", "tokens", "oft") else [])):
+        model: Any = make_model("llama", tie_word_embeddings=tied)
+        model.to(dtype)
+        assert_merged_alike(adapted(model, ADAPTERS[name]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", GPT2)
+def test_transposed_matrices_merge_alike(name, tied):
+    model = make_model("gpt2", tie_word_embeddings=tied).double()
+    assert_merged_alike(adapted(model, LoraConfig(task_type="CAUSAL_LM", r=4, **GPT2[name])))
+
+
+def test_weights_without_an_adapter_stay_shared():
+    made = adapted(make_model("llama", tie_word_embeddings=True), ADAPTERS["all-linear"])
+    assert adapted_and_shared(made) == []
+    untie_adapted(made)
+    merged = made.merge_and_unload()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert merged.config.tie_word_embeddings
+
+
+SHARED = "embed_tokens and lm_head share"
+
+#: What is said of an adapter whose embedding and head share their weight, unless it can be merged.
+REFUSED = {
+    **dict.fromkeys(("lm_head", "embed_tokens", "everywhere", "tied adapters", "tied adapter"), SHARED),
+    **dict.fromkeys(("dora", "rslora", "bias", "saved lm_head", "saved embed_tokens", "both saved"), SHARED),
+    **dict.fromkeys(("saved and adapted", "parameters", "loha", "oft", "vera", "adalora", "ia3"), SHARED),
+    **dict.fromkeys(("tokens", "tokens of the head", "other tokens of the head"), "trainable_token_indices"),
+    "replicated layers": "layers.0.self_attn.q_proj and model.layers.2.self_attn.q_proj share",
+}
+
+#: PEFT ties what an untied model trains, too, if it is asked to.
+REFUSED_UNTIED = dict.fromkeys(
+    ("tokens", "tokens of the head", "other tokens of the head", "both saved and tied", "replicated layers"), ""
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merging_into_shared_weights_is_refused_by_name(name, tied):
+    made = adapted(make_model("llama", tie_word_embeddings=tied), ADAPTERS[name])
+    refused = REFUSED if tied else REFUSED_UNTIED
+    if name in refused:
+        with pytest.raises(ValueError, match=rf"^use_vllm .*{refused[name]}"):
+            refuse_merging(made, "use_vllm")
+    else:
+        refuse_merging(made, "use_vllm")
+
+
+def test_a_model_without_adapters_is_not_refused():
+    refuse_merging(make_model("llama", tie_word_embeddings=True), "use_vllm")
+    refuse_merging(nn.Linear(1, 1), "use_vllm")
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [(name, tied) for tied in (True, False) for name in ADAPTERS if name not in (REFUSED if tied else REFUSED_UNTIED)],
+)
+def test_an_engine_gets_the_model_that_was_trained_from_trl_where_nothing_is_refused(name, tied):
+    """vLLM takes the weights that TRL sends by name; the head of a tied model is none of them."""
+    model = make_model("llama", tie_word_embeddings=tied).double()
+    engine = copy.deepcopy(model)
+    made = adapted(model, ADAPTERS[name])
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    no_shards = SimpleNamespace(gather_params=lambda _: nullcontext(), is_fsdp=False)
+    vars(generation).update(model=made, accelerator=None, _dist=no_shards)
+    weights = dict(engine.named_parameters())
+    with torch.no_grad():
+        expected = made(IDS).logits
+        for sent, weight in generation._iter_named_params():
+            if sent in weights:  # AdaLoRA's buffers are not
+                weights[sent].copy_(weight)
+        logits = engine(IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)

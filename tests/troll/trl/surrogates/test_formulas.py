@@ -1,0 +1,179 @@
+"""Each surrogate against its formula on all outcomes in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.troll.trl import dense
+from tests.troll.trl.surrogates.scored import pair, scored_tokens, settings
+from troll.trl.surrogates import SURROGATES, NoSettings, formulas
+from troll.trust_region.probabilities import LOG_FLOOR
+
+DIRECTIONS = ("old_new", "new_old")
+ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("top_k", [4, 9])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_kl_penalty_is_the_divergence_on_the_outcomes_that_are_kept(direction, top_k):
+    new, old, sampled = pair()
+    args, own = (
+        settings(support_top_k=top_k, mass_threshold=0.0),
+        formulas.KLPenaltySettings(weight=3.0, direction=direction),
+    )
+
+    def terms(logits: torch.Tensor) -> Any:
+        tokens = scored_tokens(logits, old, sampled, top_k=top_k)
+        return formulas.kl_penalty(tokens, args, own)
+
+    expected = []
+    for row in range(len(sampled)):
+        log_new, log_old, _, kept = dense.outcomes(
+            new[row].log_softmax(-1), old[row].log_softmax(-1), int(sampled[row]), args
+        )
+        assert kept == top_k
+        of, to = (log_old, log_new) if direction == "old_new" else (log_new, log_old)
+        expected.append((of.exp() * (of - to)).sum())
+    kl, made = torch.stack(expected), terms(new)
+    torch.testing.assert_close(made.penalty, 3 * kl, rtol=1e-9, atol=1e-12)
+    assert made.log_ratio is None and made.keep is None and made.step is None
+    assert torch.autograd.gradcheck(lambda logits: terms(logits).penalty, (new,))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_kl_penalty_of_equal_and_of_excluded_outcomes(direction):
+    """Equal policies have none; a token that p̃ excludes counts with the floor, and takes no gradient."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    moved = logits.clone()
+    moved[1, 1] = -torch.inf
+    moved.requires_grad_()
+    tokens = scored_tokens(moved, logits, torch.tensor([0, 0]))
+    terms: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings(direction=direction))
+    (gradient,) = torch.autograd.grad(terms.penalty.sum(), moved)
+    assert terms.penalty[0] == 0 and gradient[0].abs().max() <= 1e-6
+    p, p_new = logits[1].softmax(-1).double(), moved[1].detach().softmax(-1).double()
+    if direction == "old_new":
+        expected = float((p[[0, 2]] * (p / p_new).log()[[0, 2]]).sum() + p[1] * (p[1].log() - LOG_FLOOR))
+    else:
+        expected = float((p_new[[0, 2]] * (p_new / p).log()[[0, 2]]).sum())
+    assert float(terms.penalty[1].detach()) == pytest.approx(expected, rel=1e-5)
+    assert gradient.isfinite().all() and gradient[1, 1] == 0
+
+
+@pytest.mark.parametrize("top_k", [4, 9])
+@pytest.mark.parametrize("weight", [0.0, 3.0])
+def test_troll_with_a_proximal_pull_and_no_bound_is_a_kl_penalty(weight, top_k):
+    """The loss and its gradient, of likely and of unlikely tokens; with weight 0 both are the raw ratio."""
+    new, old, sampled = pair(distance=2.0)
+    tokens = scored_tokens(new, old, sampled, kl_bound=math.inf, top_k=top_k)
+    ours: Any = formulas.troll(tokens, settings(pull="proximal", regression_weight=weight), NoSettings())
+    theirs: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings(weight=weight))
+    assert not ours.step.projected.any() and theirs.log_ratio is None
+    assert torch.equal(ours.penalty, theirs.penalty)
+    found = []
+    for log_ratio, penalty in ((ours.log_ratio, ours.penalty), (tokens.log_ratio, theirs.penalty)):
+        loss = (-log_ratio.exp() * ADVANTAGES + penalty).sum()
+        found.append((loss, *torch.autograd.grad(loss, new, retain_graph=True)))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-14)
+
+
+RATIOS = torch.tensor([0.05, 0.5, 0.9, 1.1, 1.9, 2.1, 6.0] * 2, dtype=torch.float64)
+SIGNS = torch.tensor([2.0] * 7 + [-2.0] * 7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 1.0])
+@pytest.mark.parametrize("cap", [None, 2.0, 5.0])
+def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
+    """−min(A r, A clip(r)), of a ratio that is min(r, cap) for either sign; without gradient where one holds it."""
+    p = torch.full_like(RATIOS, 0.1)
+    old, new = (torch.stack([x, 1 - x], -1).log() for x in (p, p * RATIOS))
+    tokens = scored_tokens(new.requires_grad_(), old, torch.zeros(14, dtype=torch.long), advantages=SIGNS)
+    terms: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings(clip=clip, cap=cap))
+    plain: Any = formulas.kl_penalty(tokens, settings(), formulas.KLPenaltySettings())
+    assert torch.equal(terms.penalty, plain.penalty) and terms.keep is None
+    if clip is None and cap is None:
+        assert terms.log_ratio is None
+        return
+    capped = RATIOS if cap is None else RATIOS.clamp(max=cap)
+    loss = -SIGNS * capped
+    if clip is not None:
+        loss = -torch.minimum(SIGNS * capped, SIGNS * capped.clamp(1 - clip, 1 + clip))
+    actual = -SIGNS * terms.log_ratio.exp()
+    torch.testing.assert_close(actual, loss, rtol=1e-12, atol=1e-14)
+    (gradient,) = torch.autograd.grad(actual.sum(), tokens.new_log_probs)
+    free = torch.isclose(loss, -SIGNS * RATIOS, rtol=1e-9)
+    assert free.any() and not free.all()
+    torch.testing.assert_close(gradient, torch.where(free, -SIGNS * RATIOS, 0.0), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("old_logit", "new_logit"), [(-32.0, -29.0), (-20.0, -40.0), (-40.0, -20.0)])
+def test_the_ratio_of_a_projected_token_below_the_floor(old_logit, new_logit):
+    """τ s − A(τ), where s is of the raw probabilities."""
+    args = settings(support_top_k=3, mass_threshold=0.0, kl_bound=0.05)
+    old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
+    logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
+    tokens = scored_tokens(logits, old_logits, torch.tensor([4]), kl_bound=args.kl_bound, top_k=3)
+    terms: Any = formulas.troll(tokens, args, NoSettings())
+    assert terms.step.projected.all()
+    reference: Any = logits.detach().clone().requires_grad_()
+    expected = dense.token(reference[0], old_logits[0], 4, args)
+    assert float(terms.log_ratio) == pytest.approx(float(expected.log_ratio), abs=1e-8)
+    (terms.log_ratio.exp() + terms.penalty).sum().backward()
+    (expected.log_ratio.exp() + expected.regression).backward()
+    torch.testing.assert_close(logits.grad, reference.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, surrogate in SURROGATES.items() if surrogate.terms is not None])
+def test_terms_of_no_token_are_empty(name):
+    """As in a micro-batch whose completions are all masked."""
+    new, old, sampled = (each[:0] for each in pair())
+    surrogate: Any = SURROGATES[name]
+    tokens = scored_tokens(new, old, sampled, advantages=ADVANTAGES[:0], top_k=9)
+    terms = surrogate.terms(tokens, settings(), surrogate.own())
+    made = [value for value in (terms.log_ratio, terms.keep, terms.penalty) if value is not None]
+    assert made and all(value.shape == (0,) for value in made)
+
+
+def test_a_kl_penalty_in_float32_is_accurate_near_the_old_policy():
+    """KL of 1e-8 and below, where a difference of logarithms would be rounding."""
+    old = torch.tensor([[2.0, 1.0, 0.0, -3.0]], dtype=torch.float64)
+    new = old + torch.tensor([[1e-4, -1e-4, 2e-4, 0.0]], dtype=torch.float64)
+    for direction in DIRECTIONS:
+        own, found = formulas.KLPenaltySettings(direction=direction), []  # type: ignore[arg-type]
+        for dtype in (torch.float64, torch.float32):
+            tokens = scored_tokens(new.to(dtype), old.to(dtype), torch.tensor([0]))
+            terms: Any = formulas.kl_penalty(tokens, settings(), own)
+            found.append(float(terms.penalty))
+        assert 0 < found[0] < 1e-8
+        assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
+@pytest.mark.parametrize("threshold", [12.5, 0.02])
+def test_drpo_is_a_quadratic_penalty_of_the_change(threshold):
+    """−A r + |A| p (r − 1)² / 2ε, of which the gradient in log p̃ is −A r (1 − sign(A) (p̃ − p)/ε)."""
+    new, old, sampled = pair(distance=2.0)
+    tokens = scored_tokens(new, old, sampled, advantages=ADVANTAGES)
+    terms: Any = formulas.drpo(tokens, settings(), formulas.DRPOSettings(threshold=threshold))
+    p, ratio = tokens.old_log_probs.exp(), (tokens.new_log_probs - tokens.old_log_probs).exp()
+    assert terms.log_ratio is None and terms.keep is None
+    expected = ADVANTAGES.abs() * p * (ratio - 1).square() / (2 * threshold)
+    torch.testing.assert_close(terms.penalty, expected, rtol=1e-10, atol=1e-14)
+    loss = -ADVANTAGES * ratio + terms.penalty
+    (gradient,) = torch.autograd.grad(loss.sum(), tokens.new_log_probs)
+    weight = 1 - ADVANTAGES.sign() * (ratio - 1) * p / threshold
+    torch.testing.assert_close(gradient, -ADVANTAGES * ratio * weight, rtol=1e-9, atol=1e-13)
+    # |p̃ − p| ≤ 1: the paper's threshold takes 8 % of a gradient at most, a small one turns some around.
+    assert (weight >= 1 - 1 / 12.5).all() if threshold == 12.5 else (weight < 0).any()
+
+
+def test_drpo_of_a_rare_token_that_became_likely_is_finite():
+    """(r − 1)² is 1e39 here, above what float32 holds; times p it is 1e20."""
+    new = torch.tensor([[0.0, -1.0]], requires_grad=True)
+    tokens = scored_tokens(new, torch.tensor([[-45.0, 0.0]]), torch.tensor([0]))
+    penalty: Any = formulas.drpo(tokens, settings(), formulas.DRPOSettings(threshold=12.5)).penalty
+    (gradient,) = torch.autograd.grad(penalty.sum(), new)
+    assert penalty.isfinite().all() and float(penalty.detach()) > 1e17
+    assert gradient.isfinite().all() and gradient.any()

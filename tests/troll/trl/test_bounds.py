@@ -1,0 +1,84 @@
+"""What bounds an update in the trainer: shared multipliers, and an ε that a callback sets."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+import troll
+from tests.tolerance import within
+from tests.troll.trl import dense
+from tests.troll.trl.tiny import logged
+from troll.trust_region.constraint import Constraint
+
+
+def moved(make: Any, **settings: Any) -> dense.Moved:
+    return dense.Moved(make, loss_type="grpo", kl_bound=0.01, **settings)
+
+
+def assert_as_in_float64(trained: dense.Moved, inputs: dict[str, Any], tolerance: float = 1e-4, **step: Any) -> Tensor:
+    """Loss and gradients are those of the core's functions from full logits. Returns KL after the projection."""
+    old, mask = trained.batches[0][1], dense.scored_mask(inputs)
+    made = troll.trust_region_step(trained.logits(inputs), troll.capture(old, inputs["completion_ids"]), **step)
+    expected, _ = troll.troll_loss(made, inputs["advantages"].double(), mask)
+    trained.assert_loss(inputs, expected, tolerance)
+    return torch.where(mask, made.kl_after, 0.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_tokens_share_a_multiplier(make, reduction):
+    trained = moved(make, constraint="sequence", constraint_reduction=reduction)
+    inputs, _ = trained.batches[0]
+    mask = dense.scored_mask(inputs)
+    constraint = Constraint.sequence(mask, reduction)
+    kl = assert_as_in_float64(trained, inputs, kl_bound=0.01, constraint=constraint)
+    shared = kl.sum(-1) / mask.sum(-1) if reduction == "mean" else kl.sum(-1)
+    assert float(shared.max()) == pytest.approx(0.01, rel=1e-6)
+    assert reduction == "sum" or float(kl.max()) > 0.01
+
+
+def test_tool_tokens_have_no_say_in_a_shared_bound(make):
+    trained = moved(make, change=dense.with_tools, constraint="sequence")
+    inputs, _ = trained.batches[0]
+    assert_as_in_float64(trained, inputs, kl_bound=0.01, constraint=Constraint.sequence(dense.scored_mask(inputs)))
+
+
+class Sets(TrainerCallback):
+    """Sets ε at an event: before update n, counted from 0, to `BOUNDS[n]`."""
+
+    trainer: Any
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._set)
+
+    def _set(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step < len(BOUNDS):
+            self.trainer.kl_bound = BOUNDS[state.global_step]
+
+
+BOUNDS = [0.1, 0.01, 0.08, 0.03]
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_log"])
+@pytest.mark.parametrize("added", [False, True], ids=["before the trainer's own", "after it"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_callback_sets_the_bound_of_the_next_update(make, event, added, accumulation):
+    callback = Sets(event)
+    given: dict[str, Any] = {} if added else {"callbacks": [callback]}
+    passes = {"gradient_accumulation_steps": accumulation, "steps_per_generation": 2 * accumulation}
+    trainer = callback.trainer = make(kl_bound=BOUNDS[0], max_steps=4, learning_rate=0.02, **passes, **given)
+    if added:
+        trainer.add_callback(callback)
+    trainer.train()
+    assert logged(trainer, "trust_region/kl_bound") == BOUNDS
+    largest = logged(trainer, "trust_region/kl_after_max")
+    assert largest[1::2] == pytest.approx(BOUNDS[1::2], rel=within(1e-3)), "the second updates of two rollouts"
+
+
+def test_a_bound_that_was_set_is_checked_where_it_is_used(make):
+    trainer = make(max_steps=2)
+    trainer.kl_bound = 0.0
+    with pytest.raises(ValueError, match="kl_bound must be above 0, got 0"):
+        trainer.train()

@@ -1,0 +1,422 @@
+"""TrollConfig: what it accepts, refuses, warns about, and how it is read."""
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from tests.troll.trl.tiny import no_warnings_about
+from troll import Truncation
+from troll.trl import TrollConfig
+from troll.trl.surrogates import SURROGATES, settings_read
+
+
+def config(tmp_path: Path, **settings: object) -> TrollConfig:
+    defaults = {"report_to": "none", "use_cpu": True, "bf16": False}
+    return TrollConfig(str(tmp_path), **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+def copies(args: TrollConfig) -> list[TrollConfig]:
+    """A configuration as it is read from its file, and with another learning rate."""
+
+    stored = json.loads(args.to_json_string(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    again = TrollConfig(**{field.name: stored[field.name] for field in fields(TrollConfig) if field.init})
+    return [again, dataclasses.replace(args, learning_rate=1e-5)]
+
+
+def own(owner: str, **settings: Any) -> dict[str, Any]:
+    """Settings of a surrogate, or of the critic."""
+    return {"critic_kwargs": settings} if owner == "the critic" else {"surrogate": owner, "surrogate_kwargs": settings}
+
+
+KL_IN_REWARD: dict[str, Any] = {"kl_in_reward": True, "beta": 0.1}
+ONE_PASS_IN_TWO: dict[str, Any] = {"steps_per_generation": 3, "gradient_accumulation_steps": 2}
+SECOND_UPDATE = "set updates_per_rollout to 2 or more"
+UNKNOWN_LOSS = r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a-z, ]*$"
+
+
+@pytest.mark.parametrize(
+    ("name", "takes", "value", "settings"),
+    [
+        # Each with a value that the next wider range would take; the ranges themselves: test_own_settings.
+        ("kl_bound", "above 0", 0.0, {}),
+        ("kl_bound", "above 0", None, {}),
+        ("regression_weight", "finite and at least 0", -1.0, {}),
+        ("regression_weight", "finite and at least 0", math.inf, {}),
+        ("support_top_k", "an integer, at least 1", 0, {}),
+        ("mass_threshold", "in [0, 1)", 1.0, {}),
+        ("generation_chunk_size", "an integer, at least 1", 2.5, {}),
+        ("diagnostics_steps", "an integer, at least 0", 2.5, {}),
+        ("eval_temperature", "finite and at least 0", -1.0, {}),
+        ("resampling_rounds", "an integer, at least 0", -1, {}),
+        ("resampling_right_share", "in [0, 1]", 1.5, {"resampling_rounds": 1}),
+        ("rollout_delay", "an integer, at least 0", -1, {}),
+        ("updates_per_rollout", "an integer, at least 1", 0, {}),
+        ("updates_per_rollout", "an integer, at least 1", 1.5, {}),
+        # TRL's, of the surrogate that is chosen.
+        ("epsilon", "above 0", 0.0, {"surrogate": "clip"}),
+        ("epsilon_high", "above 0", -0.1, {"surrogate": "clip"}),
+        ("delta", "above 1", 1.0, {"surrogate": "clip"}),
+        ("sapo_temperature_pos", "finite and above 0", 0.0, {"surrogate": "sapo"}),
+        ("sapo_temperature_neg", "finite and above 0", None, {"surrogate": "sapo"}),
+        ("vespo_k_pos", "finite and at least 0", -1.0, {"surrogate": "vespo"}),
+        ("vespo_k_neg", "finite and at least 0", -1.0, {"surrogate": "vespo"}),
+        ("vespo_lambda_pos", "finite and at least 0", -1.0, {"surrogate": "vespo"}),
+        ("vespo_lambda_neg", "finite and at least 0", math.nan, {"surrogate": "vespo"}),
+        # Words.
+        ("pull", "one of projection, proximal", "old", {}),
+        ("constraint", "one of token, sequence", "tokens", {}),
+        ("constraint_reduction", "one of mean, sum", "max", {}),
+        ("surrogate_kwargs", "a JSON object", "0.3", {}),
+        ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"advantage_estimator": "rloo"}),
+        ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"resampling_rounds": 1}),
+    ],
+)
+def test_a_value_that_a_setting_does_not_take_is_refused(tmp_path, name, takes, value, settings):
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be {takes}, got {value!r}")):
+        config(tmp_path, **{name: value}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "takes", "value"),
+    [
+        ("kl_penalty", "weight", "finite and above 0", 0.0),
+        ("kl_penalty", "weight", "finite and above 0", None),
+        ("kl_penalty", "clip", "finite and above 0", 0.0),
+        ("kl_penalty", "cap", "above 1", 1.0),
+        ("kl_penalty", "direction", "one of old_new, new_old", "both"),
+        ("drpo", "threshold", "finite and above 0", 0.0),
+        ("ipo", "threshold", "in (0, 1]", 1.1),
+        ("ipo", "kl_weight", "finite and at least 0", -1.0),
+        ("gmpo", "range", "finite and above 0", math.nan),
+        ("dppo_kl", "threshold", "finite and above 0", -1.0),
+        ("dppo_tv", "threshold", "in (0, 1]", 1.1),
+        ("the critic", "learning_rate", "finite and above 0", math.inf),
+        ("the critic", "weight_decay", "finite and at least 0", -0.1),
+        ("the critic", "max_grad_norm", "finite and above 0", -1.0),
+        ("the critic", "warmup_steps", "an integer, at least 0", 1.5),
+        ("the critic", "value_clip", "finite and above 0", math.nan),
+        ("the critic", "gamma", "in [0, 1]", 1.1),
+        ("the critic", "gae_lambda", "in [0, 1]", -0.1),
+        ("the critic", "whiten_advantages", "true or false", 1),
+    ],
+)
+def test_a_value_that_a_part_does_not_take_is_refused(tmp_path, owner, name, takes, value):
+    said = owner if owner == "the critic" else f"surrogate {owner!r}"
+    with pytest.raises(ValueError, match=re.escape(f"{name} of {said} must be {takes}, got {value!r}")):
+        config(tmp_path, **own(owner, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        # A surrogate's own.
+        (own("kl_penalty", wieght=1.0), "surrogate_kwargs: surrogate 'kl_penalty' has no .* did you mean weight?"),
+        (own("troll", weight=1.0), "surrogate 'troll' has no setting 'weight', and none of its own"),
+        (own("the critic", lr=1e-4), "critic_kwargs: the critic has no setting 'lr'; it has gamma, gae_lambda, "),
+        (own("kl_penalty", cap=5.0) | {"importance_sampling_level": "sequence"}, "level='token', got 'sequence'"),
+        ({"surrogate": "cispo", "epsilon_high": 0.28}, r"the largest ratio itself, and must be at least 1, got 0\.28"),
+        ({"loss_type": "nonsense"}, UNKNOWN_LOSS),
+        ({"loss_type": "nonsense", "surrogate": "clip"}, UNKNOWN_LOSS),
+        ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
+        (
+            {
+                "eval_temperature": 0.5,
+                "use_vllm": True,
+                "generation_kwargs": {"temperature": 2.0},
+                "surrogate": "clip",
+            },
+            "the temperature of generation_kwargs would replace eval_temperature in vLLM",
+        ),
+        (
+            KL_IN_REWARD | {"advantage_estimator": "rloo", "generation_kwargs": {"top_k": 3}},
+            "kl_in_reward compares whole policies",
+        ),
+        (
+            {"use_vllm": True, "top_k": 3, "updates_per_rollout": 1},
+            "with one update per rollout TRL scores whole policies, and compares them with vLLM's",
+        ),
+        (
+            {"use_transformers_continuous_batching": True, "eval_strategy": "steps"},
+            "an evaluation would read the rollout of the training: set eval_strategy='no'",
+        ),
+        # The updates of a rollout.
+        ({"updates_per_rollout": 8, "steps_per_generation": 2}, "updates_per_rollout=8 .* steps_per_generation=2"),
+        ({"updates_per_rollout": 8, "generation_batch_size": 32}, "updates_per_rollout=8 .* steps_per_generation=4"),
+        ({"updates_per_rollout": 1, **ONE_PASS_IN_TWO}, "=1 .* 3 passes a rollout and 2 an update"),
+        ({"updates_per_rollout": 3, "num_iterations": 2}, "takes 3 passes over a rollout, which num_iterations=2"),
+        ({"steps_per_generation": 4, "generation_batch_size": 64}, "generation_batch_size=64 .* makes 32 completions"),
+        # The reward.
+        (KL_IN_REWARD | {"beta": 0.0, "advantage_estimator": "rloo"}, "beta, which must be above 0, got 0.0"),
+        (KL_IN_REWARD, "needs advantage_estimator reinforce_plus_plus, .*_baseline or rloo, got 'group'"),
+        (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
+        (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),
+        (KL_IN_REWARD | {"advantage_estimator": "rloo", "updates_per_rollout": 1}, f"needs scores .* {SECOND_UPDATE}"),
+        # Groups with equal rewards.
+        ({"resampling_right_share": 0.2}, "resampling_right_share=0.2 is of groups .* set resampling_rounds above 0"),
+        (
+            {"resampling_rounds": 1, "advantage_estimator": "gae"},
+            "'gae' learns: set it to 0, or use one of group, rein",
+        ),
+        ({"resampling_rounds": 1, "anchor": "rollout", "use_vllm": True}, "resampling_rounds to 0, or anchor='old'"),
+        # Rollouts of other weights.
+        ({"rollout_delay": 1, "use_vllm": True}, "vLLM has its own weights: set use_vllm=False, or leave it out"),
+        ({"rollout_delay": 1, "anchor": "rollout", "updates_per_rollout": 1}, f"has several updates: {SECOND_UPDATE}"),
+        # Truncated sampling.
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+        ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_with_what_can(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{"per_device_train_batch_size": 8, **settings})
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "settings"),
+    [
+        ("troll", {"sapo_temperature_pos": 0.0, "vespo_k_pos": -1.0}),
+        ("clip", {"epsilon": 1.5, "epsilon_high": None, "delta": 1.1}),
+        ("clip", {"loss_type": "luspo", "epsilon_high": 5.0}),
+    ],
+)
+def test_settings_that_are_not_read_or_within_their_limits_are_accepted(tmp_path, surrogate, settings):
+    """What the ranges take: test_own_settings."""
+    args = config(tmp_path, surrogate=surrogate, **settings)
+    assert {name: getattr(args, name) for name in settings} == settings
+
+
+#: Of each surrogate, what the table of docs/surrogates.md says about its settings.
+ROWS: dict[str, str] = {
+    surrogate: settings
+    for names, settings in re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \|[^|]*\|([^|]*)\|",
+        (Path(__file__).parents[3] / "docs" / "surrogates.md").read_text(),
+        re.M,
+    )
+    for surrogate in re.findall(r"\w+", names)
+}
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_defaults_are_those_of_the_page(tmp_path, surrogate):
+    read, settings = settings_read(config(tmp_path, surrogate=surrogate)), ROWS[surrogate]
+    if surrogate.startswith("dppo"):  # two defaults of one setting
+        total_variation, kl = re.findall(r"([\d.]+) \((?:TV|KL)\)", settings)
+        assert read["surrogate_kwargs.threshold"] == float(total_variation if surrogate == "dppo_tv" else kl)
+        settings = settings.partition(";")[2]
+    defaults = re.findall(r"`(\w+)` (`\w+`|none|[\d.]+)", settings)
+    assert bool(defaults) == (surrogate not in ("regression", "none"))  # of which one has those of another
+    for name, said in defaults:
+        found = read[name if name in read else f"surrogate_kwargs.{name}"]
+        assert said == ("none" if found is None else f"`{found}`" if isinstance(found, str) else f"{found:g}"), name
+
+
+SURROGATE_LOSSES = ["cispo", "sapo", "vespo"]
+
+
+@pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name not in SURROGATE_LOSSES])
+def test_a_loss_that_a_surrogate_does_not_take_is_refused_with_what_works(tmp_path, surrogate):
+    for loss_type in SURROGATE_LOSSES:
+        message = f"'{loss_type}' does not go with surrogate '{surrogate}': set surrogate='{loss_type}' and leave"
+        with pytest.raises(ValueError, match=message):
+            config(tmp_path, loss_type=loss_type, surrogate=surrogate)
+    if surrogate == "clip":
+        return
+    message = f"'luspo' does not go with surrogate '{surrogate}': use one of grpo, bnpo, dr_grpo, dapo, or surrogate="
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, loss_type="luspo", surrogate=surrogate)
+    with pytest.raises(ValueError, match=f"delta is a part of TRL's clip, which surrogate '{surrogate}' does not use"):
+        config(tmp_path, delta=4.0, surrogate=surrogate)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "loss_type", "level"),
+    [*((name, name, "token") for name in SURROGATE_LOSSES), ("gmpo", "grpo", "sequence")],
+)
+def test_a_surrogate_sets_the_loss_it_needs(tmp_path, surrogate, loss_type, level):
+    with no_warnings_about("is now"):
+        args = config(tmp_path, surrogate=surrogate)
+        assert (args.loss_type, args.importance_sampling_level) == (loss_type, level)
+        for copy in copies(args):
+            assert (copy.loss_type, copy.importance_sampling_level) == (loss_type, level)
+            assert copy.epsilon_high == args.epsilon_high
+    with pytest.warns(UserWarning, match=f"^loss_type='bnpo' is now '{loss_type}': surrogate '{surrogate}'") as caught:
+        assert config(tmp_path, surrogate=surrogate, loss_type="bnpo").loss_type == loss_type
+    assert [Path(warning.filename) for warning in caught if "is now" in str(warning.message)] == [Path(__file__)]
+
+
+def test_cispo_bounds_the_ratio_itself(tmp_path):
+    with no_warnings_about("ignored"):
+        assert config(tmp_path, surrogate="cispo").epsilon_high == 5.0
+        assert config(tmp_path, surrogate="cispo", epsilon_high=2.0).epsilon_high == 2.0
+    with pytest.warns(UserWarning, match="^epsilon ignored: surrogate 'cispo'"):
+        config(tmp_path, surrogate="cispo", epsilon=0.1)
+
+
+def test_defaults_are_those_of_the_paper_and_of_grpo(tmp_path):
+    ours = config(tmp_path)
+    assert (ours.kl_bound, ours.regression_weight, ours.support_top_k) == (0.05, 1.0, 64)
+    assert ours.mass_threshold == 1e-5
+    assert ours.disable_dropout
+    changed = {"disable_dropout", "steps_per_generation", "generation_batch_size", "epsilon"}
+    theirs = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    for name in GRPOConfig.__dataclass_fields__:
+        if name not in changed and name != "logging_dir":
+            assert getattr(ours, name) == getattr(theirs, name), name
+    for args in (config(tmp_path, surrogate="clip"), dataclasses.replace(ours, surrogate="clip")):
+        assert (args.epsilon, args.epsilon_high) == (theirs.epsilon, theirs.epsilon_high)
+
+
+@pytest.mark.parametrize("names", ["epsilon", "epsilon_high", "epsilon and epsilon_high"])
+def test_an_epsilon_is_ignored_with_a_warning(tmp_path, names):
+    with no_warnings_about("ignored"):
+        config(tmp_path)
+    with pytest.warns(UserWarning, match=f"^{names} ignored") as caught:
+        config(tmp_path, **dict.fromkeys(names.split(" and "), 0.1))
+    assert [Path(warning.filename) for warning in caught if "ignored" in str(warning.message)] == [Path(__file__)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "updates", "on_policy"),
+    [
+        ({}, 8, 8, False),
+        ({"gradient_accumulation_steps": 4}, 32, 8, False),
+        ({"updates_per_rollout": 2, "gradient_accumulation_steps": 4}, 8, 2, False),
+        ({"updates_per_rollout": 1, "gradient_accumulation_steps": 4}, 4, 1, True),
+        # An update goes over all of a rollout's passes, repeated ones too.
+        ({"updates_per_rollout": 6, "gradient_accumulation_steps": 2, "num_iterations": 3}, 4, 6, False),
+        # TRL's settings win over our default.
+        ({"steps_per_generation": 1}, 1, 1, True),
+        ({"steps_per_generation": 4}, 4, 4, False),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 4}, 4, 1, True),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 4, "num_iterations": 2}, 4, 2, False),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 8, "num_iterations": 2}, 4, 1, True),
+        ({"generation_batch_size": 32}, 4, 4, False),
+        ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 2, 3, False),
+        ({"steps_per_generation": 8, "updates_per_rollout": 8}, 8, 8, False),
+        ({"generation_batch_size": 32, "updates_per_rollout": 4}, 4, 4, False),
+        # Not a whole number of updates: one straddles two rollouts, or takes two.
+        (ONE_PASS_IN_TWO, 3, None, False),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 8}, 4, None, True),
+    ],
+)
+def test_updates_per_rollout_and_the_steps_of_a_rollout(tmp_path, settings, steps, updates, on_policy):
+    args = config(tmp_path, per_device_train_batch_size=8, **settings)
+    assert (args.steps_per_generation, args.updates_per_rollout) == (steps, updates)
+    assert args.generation_batch_size == 8 * steps
+    assert args.rollout_steps == steps * args.num_iterations
+    assert args.always_on_policy is on_policy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, ONE_PASS_IN_TWO, {"generation_kwargs": {"min_p": 0.1}}, own("kl_penalty", cap=3.0)],
+)
+def test_a_configuration_can_be_copied(tmp_path, settings):
+    args = config(tmp_path, per_device_train_batch_size=8, **settings)
+    for copy in copies(args):
+        for name in {*TrollConfig.__annotations__, "steps_per_generation", "generation_batch_size"}:
+            assert getattr(copy, name) == getattr(args, name), name
+    with pytest.raises(ValueError, match="disagree"):
+        dataclasses.replace(args, updates_per_rollout=5)
+
+
+SINGLE = {"advantage_estimator": "gae", "num_generations": 1, "per_device_train_batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0}, "must be less than"),
+        ({"vllm_importance_sampling_clip_min": 2.0, "vllm_importance_sampling_cap": 2.0}, "must be less than"),
+        (
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+            "At least one of `vllm_importance_sampling_clip_min`",
+        ),
+        # Checks before that of num_generations.
+        ({"generation_batch_size": 4}, "must be divisible by the global batch size"),
+        ({"eval_strategy": "steps", "num_generations_eval": 2, "per_device_eval_batch_size": 3}, "must be divisible"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+    ],
+)
+def test_one_completion_of_a_prompt_skips_no_check_of_trl(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **SINGLE, **settings)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_one_completion_of_a_prompt_skips_no_setting_of_trl(tmp_path, estimator):
+    """Every field is as with several completions of a prompt, where TRL's check passes by itself."""
+    settings = {**SINGLE, "advantage_estimator": estimator, "gradient_accumulation_steps": 2, "scale_rewards": True}
+    settings |= {"steps_per_generation": 6, "eval_strategy": "steps", "per_device_eval_batch_size": 3}
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_cap"):
+        one, three = (
+            config(tmp_path, **{**settings, "num_generations": number}, vllm_importance_sampling_cap=1.5)
+            for number in (1, 3)
+        )
+    assert one.vllm_importance_sampling_clip_max == 1.5
+    assert (one.generation_batch_size, one.steps_per_generation, one.num_generations_eval) == (18, 6, None)
+    assert type(one.num_generations) is int
+    names = [field.name for field in fields(TrollConfig)]
+    assert {name for name in names if getattr(one, name) != getattr(three, name)} == {"num_generations"}
+
+
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"bf16": None}, {"fp16": True}])
+def test_continuous_batching_may_not_cast_the_weights(tmp_path, precision):
+    dtype = "fp16" if "fp16" in precision else "bf16"
+    with pytest.raises(ValueError, match=f"with {dtype}=True casts the trained weights themselves to {dtype}"):
+        config(tmp_path, use_transformers_continuous_batching=True, **precision)
+    assert config(tmp_path, use_transformers_continuous_batching=True).use_transformers_continuous_batching
+
+
+def test_the_command_line_sets_fields_and_wins_over_a_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nkl_bound: 0.02\npull: proximal\nsupport_top_k: 16\nreport_to: none\n")
+    words = "--kl_bound 0.1 --mass_threshold 1e-4 --disable_dropout false --steps_per_generation 4"
+    words += " --use_cpu true --bf16 false"
+    parser: Any = TrlParser
+    (args,) = parser(TrollConfig).parse_args_and_config(["--config", str(path), *words.split()])
+    assert (args.kl_bound, args.pull, args.support_top_k) == (0.1, "proximal", 16)
+    assert (args.mass_threshold, args.disable_dropout, args.rollout_steps) == (1e-4, False, 4)
+
+
+def test_every_field_has_its_entry_of_the_docstring_as_help():
+    own = {field.name: field.metadata.get("help", "") for field in fields(TrollConfig)}
+    assert [name for name in TrollConfig.__annotations__ if not own[name]] == []
+    assert own["kl_bound"] == "ε, the largest KL divergence (nats) of a token's distribution from the old policy's."
+    assert own["mass_threshold"].startswith("δ: fewer than `support_top_k` tokens are kept")
+    assert own["mass_threshold"].endswith("1 − δ of the mass.")
+
+
+def test_a_missing_trl_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "troll.trl")
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=re.escape('troll.trl needs TRL: pip install "troll-rl[trl]"')):
+        importlib.import_module("troll.trl")
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": -1, "top_p": 1.0, "min_p": 0.0}, None),
+        ({"top_p": 0.9, "truncated_ratio": False}, None),
+        ({"top_p": 0.9, "surrogate": "clip"}, None),
+        ({"top_p": 0.9, "min_p": 0.1}, Truncation(top_p=0.9, min_p=0.1)),
+        ({"top_p": 0.9, "generation_kwargs": {"top_k": 7, "top_p": 0.5}}, Truncation(top_k=7, top_p=0.5)),
+    ],
+    ids=str,
+)
+def test_truncation_follows_the_sampler_and_the_surrogate(tmp_path, settings, kept, use_vllm):
+    """Its order, too."""
+    expected = kept and dataclasses.replace(kept, min_p_first=use_vllm)
+    assert config(tmp_path, use_vllm=use_vllm, **settings).truncation == expected

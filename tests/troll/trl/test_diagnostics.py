@@ -1,0 +1,187 @@
+"""Diagnostics in the trainer: when they are due, what they say of full logits, and that they change nothing."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import PromptTuningConfig
+
+import troll
+from tests.tolerance import within
+from tests.troll.trl import dense, tiny
+from troll.trl import sampling
+from troll.trl.advantages.estimators import ESTIMATORS
+
+PREFIX = "trust_region/diagnostics/"
+
+
+def diagnostics(trainer: Any) -> list[tuple[int, dict[str, float]]]:
+    """Step and values of every log that has some."""
+    logs = [
+        (entry["step"], {name.removeprefix(PREFIX): entry[name] for name in entry if name.startswith(PREFIX)})
+        for entry in trainer.state.log_history
+    ]
+    return [(step, values) for step, values in logs if values]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "settings"),
+    [
+        (0, [], {}),
+        (1, [1, 2, 3, 4, 5, 6], {}),
+        (3, [3, 6], {}),
+        (4, [4], {}),
+        # Three micro-batches a rollout, two an update: rollouts begin in the middle of every second update.
+        (2, [2, 4, 6], {"surrogate": "clip", "gradient_accumulation_steps": 2, "steps_per_generation": 3}),
+    ],
+)
+def test_diagnostics_are_logged_when_they_are_due(make, every, steps, settings):
+    trainer = make(diagnostics_steps=every, max_steps=6, **settings)
+    trainer.train()
+    assert [step for step, _ in diagnostics(trainer)] == steps
+
+
+def test_the_tail_is_measured_in_every_update_that_is_due(make):
+    trainer = make(diagnostics_steps=1, support_top_k=4)
+    trainer.train()
+    gaps = [values["tail_gap"] for _, values in diagnostics(trainer)]
+    # Old and new policy are equal in the first of two updates of a rollout.
+    assert max(gaps[0], gaps[2]) < within(1e-9)
+    assert min(gaps[1], gaps[3]) > 1e-6
+
+
+def test_virtual_tokens_do_not_shift_the_probe(make):
+    peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make(diagnostics_steps=1, peft_config=peft)
+    tiny.rollout(trainer)
+    probe = trainer.diagnostics._probe
+    ids = probe.input_ids[0].roll(-1)[probe.positions]
+    log_probs = probe.old_logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    known = torch.cat([batch["old_per_token_logps"].flatten() for batch in trainer._buffered_inputs])
+    assert float((known - log_probs.unsqueeze(-1)).abs().amin(-1).max()) < within(1e-5)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip", "none"])
+def test_they_change_nothing(make, surrogate):
+    results = []
+    for every in (0, 2):
+        trainer = make(surrogate=surrogate, diagnostics_steps=every, epsilon=0.2)
+        trainer.train()
+        results.append((tiny.logged(trainer, "loss"), tiny.parameters(trainer.model)))
+    (losses, weights), (other_losses, other_weights) = results
+    if surrogate == "troll":  # the others read policies by another head, which rounds otherwise
+        assert losses == other_losses
+        torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
+    assert losses == pytest.approx(other_losses, abs=1e-5)
+    torch.testing.assert_close(weights, other_weights, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_diagnostics_are_those_of_full_logits(make, surrogate):
+    trainer = make(surrogate=surrogate, diagnostics_steps=1, support_top_k=6, kl_bound=0.01)
+    inputs = tiny.rollout(trainer)[0]
+    with torch.no_grad():
+        old = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+    probed = trainer.diagnostics._probe
+    tiny.move(trainer.model, 0.1)
+    tiny.loss_and_gradients(trainer, inputs)
+    metrics = {name.removeprefix(PREFIX): value for name, value in trainer.diagnostics.metrics().items()}
+    assert trainer.diagnostics.metrics() == {}
+
+    with torch.no_grad():
+        new = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+    mask, ids = dense.scored_mask(inputs), inputs["completion_ids"]
+    log_ratio = (new - old).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    ratio, advantages = log_ratio.exp(), inputs["advantages"].unsqueeze(-1).expand(mask.shape)
+    cut = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+    assert metrics["clip_fraction"] == pytest.approx(float(cut[mask].double().mean()), abs=1e-6)
+    assert metrics["ratio_max"] == pytest.approx(float(ratio[mask].max()), rel=1e-4)
+    assert metrics["sequence_kl_k1"] == pytest.approx(float(-(log_ratio * mask).sum() / len(mask)), rel=1e-4)
+
+    # Over the support and the rest: what the trainer sees of the old policy.
+    kl, kept, covered = [], [], []
+    for row, t in mask.nonzero().tolist():
+        chosen = dense.support(old[row, t], int(ids[row, t]), 6, 1e-5)
+        rest = [v for v in range(old.shape[-1]) if v not in chosen]
+        p, q = (torch.cat([policy[row, t][chosen], dense.log_sum_exp(policy[row, t][rest])]) for policy in (old, new))
+        kl.append(float((p.exp() * (p - q)).sum()))
+        kept.append(len(chosen))
+        covered.append(float(p[:-1].exp().sum()))
+    assert metrics["sequence_kl"] == pytest.approx(sum(kl) / len(mask), rel=1e-4)
+    assert metrics["kept_tokens"] == pytest.approx(sum(kept) / len(kept))
+    assert metrics["covered_mass"] == pytest.approx(sum(covered) / len(covered), rel=1e-5)
+    assert 0 < metrics["tail_gap"] <= metrics["tail_gap_max"] <= metrics["tail_gap_bound_max"]
+    assert ("solver_evaluations" in metrics) == (surrogate == "troll")
+
+    # The chain rule, on the probed tokens.
+    with torch.no_grad():
+        new_logits = trainer.diagnostics.full_logits(probed.input_ids, probed.attention_mask, probed.positions).double()
+    full_new, full_old = new_logits.log_softmax(-1), probed.old_logits.double().log_softmax(-1)
+    full = (full_new.exp() * (full_new - full_old)).sum(-1)
+    ids = probed.old.token_ids
+    gap = full - troll.sparse_kl(
+        troll.log_probs_at(new_logits, ids), troll.log_probs_at(probed.old_logits.double(), ids)
+    )
+    assert metrics["tail_gap"] == pytest.approx(float(gap.mean()), rel=1e-3, abs=1e-7)
+
+
+def test_much_mass_outside_the_support_is_warned_about_once(make, recwarn):
+    warnings.simplefilter("always")  # a second one, too
+    narrow, wide = make(support_top_k=2, max_steps=4), make(max_steps=2)
+    narrow.train()
+    assert sum("Raise support_top_k to 8" in str(warning.message) for warning in recwarn) == 1
+    assert tiny.logged(narrow, "trust_region/tail_mass")[0] > 0.1
+    with tiny.no_warnings_about("outside the"):
+        wide.train()
+    assert max(tiny.logged(wide, "trust_region/tail_mass")) < 0.1
+
+
+def test_the_mass_outside_the_support_is_logged(make):
+    trainer = make(support_top_k=4, max_steps=1)
+    trainer.train()
+    assert tiny.logged(trainer, "trust_region/tail_mass")[0] > 0
+
+
+#: Cut-off completions are masked.
+ALL_MASKED: dict[str, Any] = {
+    "mask_truncated_completions": True,
+    "max_completion_length": 4,
+    "diagnostics_steps": 1,
+    "max_steps": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"surrogate": name} for name in ("troll", "kl_penalty", "dppo_tv", "gmpo", "clip", "none")),
+        *({"advantage_estimator": name} for name in ESTIMATORS),
+        {"advantage_estimator": "gae", "critic_kwargs": {"warmup_steps": 1}},
+        {"constraint": "sequence"},
+        {"rollout_delay": 1, "anchor": "rollout"},
+        {"beta": 0.1, "kl_in_reward": True, "advantage_estimator": "rloo"},
+        {"resampling_rounds": 1},
+        {"eval_strategy": "steps", "eval_steps": 1},
+    ],
+    ids=str,
+)
+def test_no_metric_is_nan_where_all_completions_are_masked(make, settings, monkeypatch):
+    monkeypatch.setattr(sampling, "refuse_changes", lambda trainer: None)  # made below
+    trainer = make(**ALL_MASKED, **settings, eval_dataset=tiny.make_dataset(4))
+    trainer.generation_config.suppress_tokens = tiny.COMMON["eos_token_id"]
+    trainer.train()
+    assert tiny.logged(trainer, "completions/clipped_ratio") == [1.0]
+    found = [(name, value) for entry in trainer.state.log_history for name, value in entry.items()]
+    assert not any(math.isnan(value) for _, value in found if isinstance(value, float))
+    assert not any(name.startswith("critic/value") for name, _ in found)  # of no token
+
+
+@pytest.mark.parametrize("estimator", ["group", "gae"])
+def test_no_metric_is_nan_where_nothing_is_judged(make, estimator):
+    nothing = {"reward_funcs": lambda completions, **_: [None] * len(completions)}
+    trainer = make(advantage_estimator=estimator, diagnostics_steps=1, **nothing)
+    trainer.train()
+    found = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]
+    assert not any(math.isnan(value) for value in found)

@@ -1,0 +1,374 @@
+"""Runs that die, for real: what is resumed is the last complete checkpoint, bit for bit, and the run says which."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.dying import dying, in_new_process
+from tests.troll.trl import tiny
+from tests.troll.trl.processes import launch
+from tests.troll.trl.test_token_rewards import Odd
+from troll.trl import TrollTrainer, checkpoints
+from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
+from troll.trl.rollout_weights import WEIGHTS_STATE
+
+#: Three rollouts of two updates, and as many checkpoints; a critic that moves with every update.
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "kl_bound": 0.01,
+    "advantage_estimator": "gae",
+    "critic_kwargs": {"learning_rate": 1e-2},
+}
+
+
+class KeepState(TrainerCallback):
+    """Parameters, and the critic's, before the first update and after each, by step."""
+
+    trainer: Any
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Any]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        accelerator, models = self.trainer.accelerator, {"policy": self.trainer.model_wrapped}
+        if self.trainer.advantages.critic is not None:
+            models["critic"] = self.trainer.advantages.critic.model
+        self.states[state.global_step] = {
+            f"{kind} {name}": value.clone()
+            for kind, model in models.items()
+            for name, value in accelerator.unwrap_model(model).state_dict().items()
+        }
+
+
+def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | None, **settings: Any) -> dict[str, Any]:
+    """A run that dies at a place, or leaves its states by step and what was logged."""
+    torch.set_num_threads(1)
+    callbacks, context = dying(place)
+    keep, handler = KeepState(), mock.Mock(level=logging.NOTSET)
+    logger = logging.getLogger("troll.trl.checkpoints")
+    logger.addHandler(handler)
+    make = tiny.Maker(lambda _: model_path, output_dir)
+    keep.trainer = make(TrollTrainer, callbacks=callbacks, **{**SETTINGS, **settings})
+    keep.trainer.add_callback(keep)  # after the trainer's own, so that it sees what that restores and adapts
+    with context:
+        keep.trainer.train(resume_from_checkpoint=resume)
+    logger.removeHandler(handler)
+    return {"states": keep.states, "lines": [call.args[0].getMessage() for call in handler.handle.call_args_list]}
+
+
+def leave(result: Path, *arguments: Any) -> None:
+    """What `train` returns, in a file."""
+    torch.save(train(*arguments), result)
+
+
+def main() -> None:
+    """A run without a break and one in which the second process dies; or, without a place, that one resumed."""
+    model, folder, *place = sys.argv[1:]
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    settings = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+    if place:
+        whole = train(Path(model), Path(folder, "whole"), "", None, **settings)
+        torch.save(whole, Path(folder, f"whole-{rank}.pt"))
+        train(Path(model), Path(folder, "out"), place[0] if rank == 1 else "", None, **settings)
+    resumed = train(Path(model), Path(folder, "out"), "", True, **settings)
+    torch.save(resumed, Path(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+KILLED = -9
+
+
+def run(model: Path, output_dir: Path, place: str = "", resume: bool | str | None = None) -> Any:
+    """What a run in a process of its own left, or how it ended."""
+    result = output_dir.parent / "result.pt"
+    code = in_new_process(leave, result, model, output_dir, place, resume)
+    return torch.load(result) if code == 0 else code
+
+
+@pytest.fixture(scope="module")
+def whole(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run without a break, and what it left."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    result = run(model_path("llama"), folder)
+    assert isinstance(result, dict)
+    return folder, result
+
+
+def assert_went_on(resumed: Any, whole: dict[str, Any], step: int) -> None:
+    """From the state at a step to the end, as without a break."""
+    assert min(resumed["states"]) == step
+    for later in range(step, 7):
+        torch.testing.assert_close(resumed["states"][later], whole["states"][later], rtol=0, atol=0)
+
+
+def test_whole_run_moves_policy_and_critic(whole):
+    states = whole[1]["states"]
+    for step in range(6):
+        moved = {name.split()[0] for name in states[0] if not torch.equal(states[step][name], states[step + 1][name])}
+        assert {"policy", "critic"} <= moved
+    assert whole[1]["lines"] == []
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["update 4", "checkpoint-4/optimizer.pt", "checkpoint-4/trainer_state.json", f"checkpoint-4/{MARKER}"]
+    + [
+        pytest.param(f"checkpoint-4/{file}", marks=pytest.mark.slow)
+        for file in ("model.safetensors", "critic.part", "rng_state.pth")
+    ],
+)
+def test_killed_in_an_update_or_a_checkpoint(model_path, whole, tmp_path, place):
+    folder, in_checkpoint = tmp_path / "out", place.startswith("checkpoint")
+    assert run(model_path("llama"), folder, place) == KILLED
+    if in_checkpoint:
+        assert (folder / place).is_file()
+        assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-4"), "which transformers would resume from"
+    resumed = run(model_path("llama"), folder, resume=True)
+    (line,) = resumed["lines"]
+    ignored = "; checkpoint-4 is incomplete and is ignored: the run ended while it was written"
+    assert line == "resuming from checkpoint-2 (step 2 of 6)" + ignored * in_checkpoint
+    assert_went_on(resumed, whole[1], 2)
+    assert not in_checkpoint or defect(folder / "checkpoint-4") is None, "it was written anew"
+
+
+def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
+    """What it said about the files before must not count for those of now."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole[0], folder)
+    place, first = "checkpoint-4/optimizer.pt", str(folder / "checkpoint-2")
+    assert run(model_path("llama"), folder, place, resume=first) == KILLED
+    shutil.copy(whole[0] / "checkpoint-4" / "optimizer.pt", folder / "checkpoint-4" / "optimizer.pt")
+    assert defect(folder / "checkpoint-4") == "the run ended while it was written"
+    resumed = run(model_path("llama"), folder, resume=True)
+    assert resumed["lines"] == ["resuming from checkpoint-6 (step 6 of 6)"]
+    assert_went_on(resumed, whole[1], 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["update 4", "checkpoint-4/rng_state_1.pth"])
+def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
+    """The launcher ends all of them with an error, and the run goes on from what both had written."""
+    arguments = [str(model_path("llama")), str(tmp_path)]
+    with pytest.raises(AssertionError, match=r"exitcode +: -9"):
+        launch("tests.troll.trl.test_faults", "ddp", [*arguments, place], tmp_path)
+    assert not (tmp_path / "0.pt").exists()
+    resumed = launch("tests.troll.trl.test_faults", "ddp", arguments, tmp_path)
+    (line,) = resumed[0]["lines"]
+    assert line.startswith("resuming from checkpoint-2 (step 2 of 6)")
+    assert ("checkpoint-4 is incomplete" in line) == place.startswith("checkpoint")
+    assert resumed[1]["lines"] == []
+    for rank, result in enumerate(resumed):
+        assert_went_on(result, torch.load(tmp_path / f"whole-{rank}.pt"), 2)
+
+
+@pytest.fixture
+def damaged(whole, tmp_path) -> Path:
+    """A copy of the whole run's folder, to be damaged."""
+    shutil.copytree(whole[0], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_a_complete_checkpoint_lists_its_files(whole):
+    for step in (2, 4, 6):
+        checkpoint = whole[0] / f"checkpoint-{step}"
+        assert defect(checkpoint) is None
+        marker = json.loads((checkpoint / MARKER).read_text())
+        there = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != MARKER}
+        assert marker == {"complete": True, "only_model": False, "files": there}
+        names = "model.safetensors optimizer.pt scheduler.pt critic.pt rng_state.pth trainer_state.json"
+        assert set(names.split()) <= there.keys()
+    assert newest_complete(whole[0]) == (whole[0] / "checkpoint-6", {})
+
+
+def test_every_truncated_or_missing_file_is_noticed(damaged):
+    last, before = damaged / "checkpoint-6", damaged / "checkpoint-4"
+    for path in sorted(last.iterdir()):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        assert defect(last) is not None
+        assert newest_complete(damaged) == (before, {last: defect(last)})
+        if path.name != MARKER:
+            assert defect(last) == f"{path.name} has {len(content) - 1} bytes and had {len(content)}"
+            path.unlink()
+            assert defect(last) == f"{path.name} is missing"
+        path.write_bytes(content)
+        assert defect(last) is None
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
+    (damaged / "checkpoint-6" / "scheduler.pt").unlink()
+    trainer = make(output_dir=str(damaged), **SETTINGS)
+    says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4; to "
+    with pytest.raises(ValueError, match=says):
+        trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
+
+
+def test_resuming_without_a_complete_checkpoint_is_refused(make, tmp_path):
+    trainer = make(output_dir=str(tmp_path / "out"), **SETTINGS)
+    with pytest.raises(ValueError, match=r"there is no complete checkpoint in output_dir .+out to resume from$"):
+        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    says = r"to resume from; checkpoint-2 is incomplete and is ignored: it has no trainer_state.json$"
+    with pytest.raises(ValueError, match=says):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def written(folder: Path, step: int, complete: bool = True) -> Path:
+    """A checkpoint of one file."""
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoints._begin(checkpoint)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    if complete:
+        checkpoints._complete(checkpoint)
+    return checkpoint
+
+
+def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path):
+    changed = written(tmp_path, 2)
+    for content, lacks in (
+        ("{ }", "trainer_state.json has 3 bytes and had 2"),
+        (None, "trainer_state.json is missing"),
+    ):
+        (changed / "trainer_state.json").write_text(content) if content else (changed / "trainer_state.json").unlink()
+        says = f"{lacks}; there is no complete one next to it; to resume from it as it is, delete its checkpoint"
+        with pytest.raises(ValueError, match=says):
+            check_complete(changed)
+    checkpoints._complete(changed, only_model=True)
+    with pytest.raises(ValueError, match=r"holds only the model \(save_only_model\); .* to resume from it as it is"):
+        check_complete(changed)
+    (changed / "trainer_state.json").write_text("{ }")
+    (changed / MARKER).unlink()
+    check_complete(changed)
+    with pytest.raises(ValueError, match=r"the run ended while it was written; resume from .+checkpoint-2$"):
+        check_complete(written(tmp_path, 4, complete=False))
+    (tmp_path / "checkpoint-4" / MARKER).write_text('{"complete": tr')  # nothing says that it was complete once
+    with pytest.raises(ValueError, match=r"resume from .+checkpoint-2$"):
+        check_complete(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("marker", [{}, {"complete": True}, {"complete": "yes", "files": {}}, {"step": 2}])
+def test_the_marker_of_something_else_is_none(tmp_path, marker):
+    checkpoint = written(tmp_path, 2)
+    (checkpoint / MARKER).write_text(json.dumps(marker))
+    assert defect(checkpoint) is None
+    (checkpoint / "trainer_state.json").unlink()
+    assert defect(checkpoint) == "it has no trainer_state.json"
+
+
+def test_processes_that_see_other_checkpoints_do_not_resume(make, tmp_path, monkeypatch):
+    trainer = make(output_dir=str(tmp_path), **SETTINGS)
+    monkeypatch.setattr(checkpoints, "gather_object", lambda found: [*found, "checkpoint-4"])
+    with pytest.raises(ValueError, match=r"different newest checkpoints \(checkpoint-4, none\): name one with resume"):
+        trainer.train(resume_from_checkpoint=True)
+    written(tmp_path, 2)
+    with pytest.raises(ValueError, match=r"different newest checkpoints \(checkpoint-2, checkpoint-4\): name one"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_without_a_marker(damaged):
+    """TRL's own: complete with the file that is written last."""
+    last, before = damaged / "checkpoint-6", damaged / "checkpoint-4"
+    (last / MARKER).unlink()
+    assert last_checkpoint(damaged) == (last, {})
+    state = (last / "trainer_state.json").read_text()
+    (last / "trainer_state.json").write_text(state[:100])
+    checkpoint, passed_over = last_checkpoint(damaged)
+    assert checkpoint == before and "trainer_state.json: not JSON" in passed_over[last]
+    (last / "trainer_state.json").unlink()
+    assert last_checkpoint(damaged) == (before, {last: "it has no trainer_state.json"})
+    with pytest.raises(ValueError, match=r"checkpoint-6 is not the folder of a checkpoint: it has no trainer_state"):
+        check_complete(last)
+
+
+def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
+    """Of runs without that part, or of an older version."""
+    make(save_strategy="steps", save_steps=2, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / MARKER).unlink()
+    speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
+        (speak, "no checkpoint of a run with resampling and rewards of tokens"),
+        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(FileNotFoundError, match=message):
+            make(max_steps=4, **settings).train(resume_from_checkpoint=True)
+
+
+def test_other_folders_are_no_checkpoints(damaged):
+    (damaged / "checkpoint-best").mkdir()
+    (damaged / "checkpoint-9").write_text("a file")
+    assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
+
+
+def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_path, monkeypatch):
+    seen = []
+    rotate = checkpoints.rotate_checkpoints
+
+    def observed(**keywords: Any) -> None:
+        seen.append({path.name: defect(path) for path in Path(keywords["output_dir"]).glob("checkpoint-*")})
+        rotate(**keywords)
+
+    monkeypatch.setattr(checkpoints, "rotate_checkpoints", observed)
+    settings = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make(max_steps=3, **settings)
+    trainer.train()
+    assert seen == [dict.fromkeys(f"checkpoint-{step}" for step in steps) for steps in ([1], [1, 2], [2, 3])]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    saved = torch.load(tmp_path / "out" / "checkpoint-3" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == trainer.args.save_total_limit == 1
+
+
+def test_the_file_that_transformers_keeps_while_it_saves_at_sigterm(tmp_path):
+    """`enable_jit_checkpoint`: it is there before the marker, and is deleted after that."""
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "checkpoint-is-incomplete.txt").touch()
+    assert written(tmp_path, 2) == checkpoint
+    (checkpoint / "checkpoint-is-incomplete.txt").unlink()
+    assert defect(checkpoint) is None
+
+
+def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):
+    kept = [written(tmp_path, 40), written(tmp_path, 47, complete=False), written(tmp_path, 44)]
+    checkpoints._delete_older(kept[-1], limit=None, best=None)
+    assert all(path.is_dir() for path in kept)
+    checkpoints._delete_older(kept[-1], limit=2, best=None)
+    assert [path.is_dir() for path in kept] == [True, False, True]
+    written(tmp_path, 47, complete=False)
+    checkpoints._delete_older(kept[-1], limit=1, best=None)
+    assert newest_complete(tmp_path) == (kept[-1], {})
+    assert list(tmp_path.iterdir()) == [kept[-1]]
+    changed = written(tmp_path, 40)
+    next(path for path in changed.iterdir() if path.name != checkpoints.MARKER).unlink()
+    checkpoints._delete_older(kept[-1], limit=2, best=None)
+    assert changed.is_dir()
+
+
+def test_checkpoint_is_complete_when_it_is_pushed_to_the_hub(make, tmp_path, monkeypatch):
+    trainer = make(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=2, max_steps=2)
+    pushed = []
+    monkeypatch.setattr(trainer, "_push_from_checkpoint", lambda folder: pushed.append((folder, defect(Path(folder)))))
+    monkeypatch.setattr(trainer, "init_hf_repo", lambda *_, **__: None)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / "out" / "checkpoint-2"), None)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A resumed run says which of its settings are not those of its checkpoint."""
+
+import json
+import math
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.troll.trl.resuming import SETTINGS
+from troll.trl import TrollConfig, TrollTrainer, resumed_settings
+from troll.trl.checkpoints import MARKER
+from troll.trl.resumed_settings import SETTINGS_FILE, changed_settings, save_settings, settings
+
+SAVED: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def config(tmp_path: Path, **given: Any) -> TrollConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TrollConfig(
+            **{"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "bf16": False, **given}
+        )
+
+
+def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    save_settings(settings(config(tmp_path, **before)), tmp_path)
+    json.loads((tmp_path / SETTINGS_FILE).read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    return changed_settings(settings(config(tmp_path, **after)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({}, {"kl_bound": 0.1}, "kl_bound was 0.05 and is 0.1"),
+        ({"kl_bound": math.inf}, {}, 'kl_bound was "Infinity" and is 0.05'),
+        ({}, {"regression_weight": 2}, "regression_weight was 1.0 and is 2"),
+        ({}, {"support_top_k": 8}, "support_top_k was 64 and is 8"),
+        ({}, {"pull": "proximal"}, 'pull was "projection" and is "proximal"'),
+        ({}, {"truncated_ratio": False}, "truncated_ratio was null and is false"),
+        ({}, {"surrogate": "none"}, 'surrogate was "troll" and is "none"'),
+        ({}, {"surrogate": "clip"}, "epsilon was null and is 0.2"),
+        ({}, {"advantage_estimator": "rloo"}, 'advantage_estimator was "group" and is "rloo"'),
+        ({}, {"updates_per_rollout": 4}, "updates_per_rollout was 8 and is 4"),
+        (
+            {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 0.3}},
+            {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 0.5}},
+            "surrogate_kwargs.weight was 0.3 and is 0.5",
+        ),
+        ({}, {"temperature": 0.7}, "temperature was 1.0 and is 0.7"),
+        ({}, {"generation_kwargs": {"min_p": 0.1}}, "min_p was null and is 0.1"),
+        ({}, {"generation_kwargs": {"max_new_tokens": 4}}, 'generation_kwargs was null and is {"max_new_tokens": 4}'),
+        *(
+            ({"model_init_kwargs": {"x": before}}, {"model_init_kwargs": {"x": after}}, "model_init_kwargs was ")
+            for before, after in (
+                (torch.bfloat16, torch.float32),
+                ({"a", "b"}, {"a", "c"}),
+                (Path("one"), Path("two")),
+                ({0: 1}, {0: 2}),
+            )
+        ),
+        ({}, {"beta": 0.1}, "beta was 0.0 and is 0.1"),
+        ({}, {"seed": 1}, "seed was 42 and is 1"),
+        ({}, {"per_device_train_batch_size": 16}, "per_device_train_batch_size was 8 and is 16"),
+        ({}, {"lr_scheduler_type": "constant"}, 'lr_scheduler_type was "linear" and is "constant"'),
+        ({}, {"learning_rate": 1e-5}, "and is 1e-05. The optimizer keeps the learning_rate of the checkpoint"),
+        (
+            {},
+            {"learning_rate": 1e-5, "adam_beta2": 0.9},
+            ". The optimizer keeps the learning_rate and the adam_beta2 of the checkpoint",
+        ),
+        (
+            {"critic_kwargs": {"learning_rate": 1e-4}},
+            {"critic_kwargs": {"learning_rate": 1e-3}},
+            "critic_kwargs.learning_rate was 0.0001 and is 0.001. The optimizer keeps the critic_kwargs.learning_rate",
+        ),
+    ],
+)
+def test_changed_settings_names_each_with_both_values(tmp_path, before, after, says):
+    found = change(tmp_path, before, after)
+    assert found is not None and says in found and "\n" not in found
+    assert found.startswith(f"resuming from {tmp_path.name} with other settings: ")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        ({"kl_bound": 1}, {"kl_bound": 1.0}),
+        ({"kl_bound": math.inf}, {"kl_bound": math.inf}),
+        ({"surrogate_kwargs": "{}"}, {"surrogate_kwargs": {}}),
+        ({"adam_beta1": 0.9, "optim_target_modules": ("a", "b")}, {"optim_target_modules": ["a", "b"]}),
+        ({"model_init_kwargs": {"x": {"a", "b", "c"}}}, {"model_init_kwargs": {"x": {"c", "b", "a"}}}),
+        ({"model_init_kwargs": {"x": print, "y": object()}}, {"model_init_kwargs": {"x": print, "y": object()}}),
+        ({}, {"output_dir": "elsewhere", "run_name": "second", "project": "other"}),
+        ({}, {"logging_steps": 7, "log_completions": True, "report_to": "none", "disable_tqdm": True}),
+        ({}, {"save_steps": 3, "save_total_limit": 2, "save_strategy": "epoch"}),
+        ({}, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 16, "eval_temperature": 0.5}),
+        ({}, {"max_steps": 7, "num_train_epochs": 9, "max_grad_norm": 0.1}),
+        ({}, {"hub_model_id": "mine", "hub_strategy": "end", "dataloader_num_workers": 2, "vllm_server_port": 8001}),
+    ],
+)
+def test_changed_settings_is_silent_about_output_and_length(tmp_path, before, after):
+    assert change(tmp_path, before, after) is None
+
+
+def test_settings_hold_no_secret_and_every_field_of_the_configuration(tmp_path):
+    held = settings(
+        config(tmp_path, hub_token="hf_secret", model_init_kwargs={"dtype": torch.float32, "map": object()})
+    )
+    assert "secret" not in json.dumps(held)
+    known = {name.partition(".")[0] for name in held}
+    own = {name for name in TrollConfig.__annotations__ if not name.startswith(("_", "eval_"))}
+    assert own - known == {"surrogate_kwargs", "critic_kwargs"}, "dictionaries, of which every entry is a setting"
+    assert held["model_init_kwargs"]["map"] == "object", "no address, which would differ in every run"
+
+
+def test_resumed_training_says_what_differs_and_does_not_unpickle(make, tmp_path, monkeypatch):
+    make(**SAVED).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / "training_args.bin").write_bytes(pickle.dumps(print))  # not to be read
+    (checkpoint / MARKER).unlink()
+    resumed = make(**{**SAVED, "max_steps": 4, "kl_bound": 0.2, "learning_rate": 3e-3, "weight_decay": 0.1})
+    with pytest.warns(UserWarning, match="with other settings: ") as caught:
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    (line,) = [text for warning in caught if "with other settings" in (text := str(warning.message))]
+    assert "kl_bound was 0.05 and is 0.2" in line
+    assert line.endswith(". The optimizer keeps the learning_rate and the weight_decay of the checkpoint")
+    groups = resumed.optimizer.param_groups
+    assert {group["lr"] for group in groups} == {1e-2} and {group["weight_decay"] for group in groups} == {0.0}
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["same settings", "checkpoint without them"])
+@pytest.mark.parametrize("more", [{}, SETTINGS, {"advantage_estimator": "gae"}, {"beta": 0.1}], ids=str)
+def test_resumed_training_is_silent_where_nothing_differs(make, tmp_path, without, more):
+    given = {**more, **SAVED, "ddp_backend": None}
+    make(TrollTrainer, **given).train()
+    if without:  # one of TRL's own
+        for name in (SETTINGS_FILE, MARKER):
+            (tmp_path / "checkpoint-2" / name).unlink()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*with other settings")
+        make(TrollTrainer, **{**given, "max_steps": 4}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_may_change_knows_fields_only():
+    """A name that no configuration has any more would be forgotten here."""
+    known = TrollConfig.__dataclass_fields__
+    assert resumed_settings._MAY_CHANGE | {name for name in resumed_settings._OPTIMIZER if "." not in name} <= set(
+        known
+    )
+    for prefix in resumed_settings._MAY_CHANGE_PREFIXES:
+        assert any(name.startswith(prefix) for name in known), prefix

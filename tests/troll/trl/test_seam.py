@@ -1,0 +1,180 @@
+"""The seam: what is said of a TRL that does not fit, and how much of it we touch."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+from trl.trainer import utils
+
+from tests.troll.trl import tiny
+from tests.troll.trl.tiny import loss_and_gradients, move, rollout
+from troll.trl import TrollTrainer
+from troll.trl.seam import load_whole_weights, needed
+
+
+def trainer_like(**changes: Any) -> type:
+    """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
+    names = [str(method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)]
+    methods = {name: getattr(GRPOTrainer, name) for name in names}
+    return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
+
+
+def test_differences_names_missing_methods_parameters_and_names():
+    assert list(needed.differences(trainer_like())) == []
+    (phrase,) = needed.differences(trainer_like(_calculate_rewards=None))
+    assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
+    assert phrase.endswith("is missing")
+    first, *others = needed.differences(trainer_like(_compute_loss=lambda self, network, inputs: None))
+    assert first.startswith("OtherTrainer._compute_loss") and first.endswith("has no parameter model")
+    assert any(phrase.endswith("does not use old_per_token_logps") for phrase in others)
+
+
+def test_a_model_input_that_the_seam_does_not_know_is_named():
+    """The new policy would be read without it."""
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def scoring(self, *args, pixel_values_videos=None, **kwargs):
+        raise NotImplementedError
+
+    parameters = [*inspect.signature(original).parameters.values()]
+    video = inspect.Parameter("pixel_values_videos", inspect.Parameter.KEYWORD_ONLY, default=None)
+    scoring.__signature__ = inspect.Signature([*parameters, video])  # type: ignore[attr-defined]
+    found = list(needed.differences(trainer_like(_get_per_token_logps_and_entropies=scoring)))
+    assert sum(phrase.endswith("has a new parameter pixel_values_videos") for phrase in found) == 1
+
+
+def test_a_trl_without_a_fused_head_is_named():
+    """As 1.14 has none, and 1.15 has one only where Triton can be imported."""
+    functions = SimpleNamespace(**{name: print for name in needed.FUNCTIONS if name != "add_fused_lm_head"})
+    assert list(needed.differences(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head is missing"]
+    without_triton = SimpleNamespace(**dict.fromkeys(needed.FUNCTIONS, print), _ChunkedLogProbFunction=None)
+    (phrase,) = needed.differences(functions=without_triton)
+    assert "pip install triton" in phrase
+
+
+def test_check_names_what_trl_lacks_and_the_remedy(monkeypatch):
+    monkeypatch.delattr(utils, "add_fused_lm_head")
+    monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
+    with pytest.raises(
+        ImportError, match=r"TRL 1\.1\d\.\d is another: .*_calculate_rewards.* is missing, and 1 more\. Install"
+    ):
+        needed.check()
+
+
+def test_all_private_methods_that_the_trainer_overrides_are_checked():
+    own = {name for name, value in vars(TrollTrainer).items() if inspect.isfunction(value)}
+    private = {name for name in own if hasattr(GRPOTrainer, name) and name.startswith("_")} - {"__init__"}
+    assert private == {method.name for method in needed.OVERRIDDEN}
+
+
+def test_a_trl_that_reads_the_old_log_probs_first_trains_right(make, monkeypatch):
+    """Before it scores."""
+    compute_loss = GRPOTrainer._compute_loss
+
+    def reading_first(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        taken = dict(inputs)
+        inputs.clear()  # what is written from here on is not seen
+        return compute_loss(self, model, taken)
+
+    trainer = make(kl_bound=0.01)
+    inputs = rollout(trainer)[0]
+    move(trainer.model, 0.05)
+    expected, expected_gradients = loss_and_gradients(trainer, dict(inputs))
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", reading_first)
+    loss, gradients = loss_and_gradients(trainer, dict(inputs))
+    assert loss == expected
+    tiny.assert_same_gradients(gradients, expected_gradients, 0)
+
+
+def test_a_trl_that_does_not_use_the_step_is_stopped_before_the_update(make, monkeypatch):
+    """Which takes the ratio from old log-probabilities without gradient."""
+    compute_loss = GRPOTrainer._compute_loss
+
+    def of_detached(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return compute_loss(self, model, inputs | {"old_per_token_logps": inputs["old_per_token_logps"].detach()})
+
+    trainer = make(kl_bound=0.01, max_steps=4)
+    before = tiny.parameters(trainer.model)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", of_detached)
+    with pytest.raises(RuntimeError, match="loss did not use the ratio of the trust region"):
+        trainer.train()
+    assert not tiny.changed(before, trainer.model)
+
+
+def test_a_compiled_model_trains_as_it_does_uncompiled(make):
+    """The backend changes nothing, so that no compiler is needed: what is tested is that the forward can be traced."""
+    results = []
+    for settings in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        trainer = make(kl_bound=0.01, max_steps=2, **settings)
+        trainer.train()
+        results.append(tiny.logged(trainer, "loss"))
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
+
+
+def test_kl_in_the_reward_is_not_in_the_loss(make):
+    """What it makes of the rewards: test_conversations."""
+    trainer = make(advantage_estimator="rloo", beta=0.3, kl_in_reward=True)
+    inputs = dict(rollout(trainer)[0])
+    loss, _ = loss_and_gradients(trainer, inputs)
+    assert trainer.args.beta == 0.3 and trainer.beta == 0.0
+    inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 1
+    assert loss_and_gradients(trainer, inputs)[0] == loss
+
+
+class Packing:
+    """The method of a layer of vLLM that computes with a packed copy of its weights."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.cpu_linear = layer.weight.clone()
+
+
+class Worker:
+    """A worker of vLLM on a CPU: a linear layer that keeps no parameter, and a head that shares the embedding's."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("inner", "head")})
+        layers: Any = self.model.values()
+        for layer in layers:
+            layer.quant_method = Packing()
+            layer.quant_method.process_weights_after_loading(layer)
+        self.model["inner"].weight = torch.nn.Parameter(torch.empty(0))
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.loaded = dict(weights_iterator)
+        self.model["head"].weight.data.copy_(self.loaded["head.weight"])
+
+    def get_model(self) -> Any:
+        return self.model
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "replaced"), [("colocate", "cpu", True), ("colocate", "cuda", False), ("server", "cpu", False)]
+)
+def test_an_engine_on_a_cpu_loads_and_packs_whole_weights(mode, device, replaced):
+    worker, weight = Worker(), torch.ones(2, 2)
+    resets: list[bool] = []
+
+    def merged():  # as PEFT's adapters are, while TRL reads the weights
+        yield "head.weight", weight
+        weight.zero_()
+
+    def rpc(method: Any, args: tuple[Any, ...]) -> None:
+        method(worker, *args)
+
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=rpc)
+    llm.reset_prefix_cache = lambda: resets.append(True)
+    original = lambda: None  # noqa: E731
+    generation = SimpleNamespace(mode=mode, llm=llm, sync_weights=original, _iter_named_params=merged)
+    load_whole_weights(generation)
+    assert (generation.sync_weights is not original) == replaced
+    if replaced:
+        generation.sync_weights()
+        assert torch.equal(worker.loaded["head.weight"], torch.ones(2, 2)), "a copy, from before it was changed"
+        assert torch.equal(worker.model["head"].cpu_linear, torch.ones(2, 2)) and resets == [True]

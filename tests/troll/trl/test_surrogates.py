@@ -1,0 +1,234 @@
+"""The surrogates in a trainer: TRL's own losses, and what a trainer makes of the terms of the others.
+
+Each by itself is tested in `surrogates/`.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
+
+from tests.troll.trl import dense
+from tests.troll.trl.tiny import assert_same_gradients, loss_and_gradients, rollout, same_updates
+from troll.trl import TrollTrainer
+from troll.trl.old_policy import OLD_POLICY
+from troll.trl.own_settings import number
+from troll.trl.surrogates import SURROGATES, NoSettings, ScoredTokens, Surrogate, Terms
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LEVELS = ("token", "sequence")
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "diagnostics_steps"),
+    # Without diagnostics the loss is handed on as it is.
+    [*itertools.product(LOSS_TYPES, LEVELS, [1]), ("grpo", "token", 0), ("dapo", "sequence", 0)],
+)
+@pytest.mark.parametrize(
+    "clip",
+    [{"epsilon": 0.1}, {"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.4}],
+    ids=["clip", "clip-higher", "dual clip"],
+)
+def test_clip_is_grpo_trainers(make, clip, loss_type, level, diagnostics_steps):
+    settings = {"loss_type": loss_type, "importance_sampling_level": level, **clip}
+    ours = make(TrollTrainer, surrogate="clip", diagnostics_steps=diagnostics_steps, **settings)
+    theirs = make(GRPOTrainer, **settings)
+    for inputs in same_updates(ours, theirs):
+        assert (OLD_POLICY in inputs) == bool(diagnostics_steps)
+        clipped = theirs._metrics["train"]["clip_ratio/region_mean"]
+        assert ours._metrics["train"]["clip_ratio/region_mean"] == pytest.approx(clipped)
+    assert clipped[0] > 0
+
+
+def test_none_is_an_infinite_clip(make):
+    ours = make(TrollTrainer, surrogate="none")
+    for inputs in same_updates(ours, make.stock()):
+        assert OLD_POLICY not in inputs
+        assert not [name for name in ours._metrics["train"] if name.startswith("clip_ratio/")]
+
+
+TRLS_OWN: list[dict[str, Any]] = [
+    {"loss_type": "cispo", "epsilon_high": 1.1},
+    {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
+    {"loss_type": "vespo", "vespo_k_pos": 1.5},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+]
+
+
+@pytest.mark.parametrize("diagnostics_steps", [0, 1])
+@pytest.mark.parametrize("settings", TRLS_OWN, ids=lambda settings: settings["loss_type"])
+def test_trls_own_surrogates_are_trls(make, settings, diagnostics_steps):
+    given = {**settings, "loss_type": "grpo", "surrogate": settings["loss_type"]}  # a recipe's, for the clip
+    if settings["loss_type"] == "luspo":
+        given = {**settings, "surrogate": "clip"}
+    ours, theirs = make(diagnostics_steps=diagnostics_steps, **given), make(GRPOTrainer, **settings)
+    clipped = 0.0
+    for inputs in same_updates(ours, theirs):
+        assert (OLD_POLICY in inputs) == bool(diagnostics_steps)
+        found, expected = (trainer._metrics["train"].get("cispo_clip_ratio", []) for trainer in (ours, theirs))
+        assert found == pytest.approx(expected)
+        clipped += sum(found)
+    assert (clipped > 0) == (settings["loss_type"] == "cispo")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_gmpo_is_gmpo_trainers(make, beta):
+    # TRL weights the KL to the reference with the ratio, and its GMPOTrainer does not.
+    ours = make(surrogate="gmpo", surrogate_kwargs={"range": 0.1}, beta=beta, use_bias_correction_kl=False)
+    theirs = make(GMPOTrainer, epsilon=0.1, beta=beta)
+    for inputs in same_updates(ours, theirs):
+        assert OLD_POLICY not in inputs
+        assert theirs._metrics["train"]["clip_ratio/region_mean"][0] > 0
+
+
+def assert_is_formula(make: Any, of_sequence: Callable[..., list[Tensor]], **settings: Any) -> None:
+    """The loss and its gradients, after the network has moved, are those of a formula on full logits.
+
+    `of_sequence` takes the new and the old log-probabilities (t, V) of a completion's tokens, their ids, the advantage
+    and the configuration, and returns the loss of each.
+    """
+    moved = dense.Moved(make, **settings)
+    inputs, old = moved.batches[0]
+    policies = (logits.log_softmax(-1) for logits in (moved.logits(inputs), old))
+    parts = *policies, inputs["completion_ids"], inputs["advantages"].tolist(), dense.scored_mask(inputs)
+    rows = [
+        of_sequence(new[at], old[at], ids[at].tolist(), advantage, moved.args)
+        for new, old, ids, advantage, at in zip(*parts, strict=True)
+    ]
+    moved.assert_loss(inputs, dense.aggregate(rows, inputs, moved.args), rel=1e-5)
+
+
+def dense_loss(new: Tensor, old: Tensor, sampled: int, advantage: float, args: Any) -> Tensor:
+    """A token's loss, of two (V,) log-probabilities in float64."""
+    ratio = (new[sampled] - old[sampled]).exp()
+    if args.surrogate == "regression":
+        return -ratio * advantage + args.regression_weight * dense.token(new, old, sampled, args).regression
+    log_new, log_old, _, _ = dense.outcomes(new, old, sampled, args)
+    kl = (log_old.exp() * (log_old - log_new)).sum()
+    return -ratio.clamp(max=args.own_settings.cap) * advantage + args.own_settings.weight * kl
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0},
+        {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0, "pull": "proximal"},
+        {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 3.0, "cap": 1.02}},
+        {"surrogate": "kl_penalty", "surrogate_kwargs": {"cap": 1.02}},
+    ],
+    ids=str,
+)
+def test_a_weighted_divergence_is_that_of_full_logits(make, settings, loss_type):
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float, args: Any) -> list[Tensor]:
+        return [dense_loss(*token, advantage, args) for token in zip(new, old, ids, strict=True)]
+
+    assert_is_formula(make, of_sequence, support_top_k=5, loss_type=loss_type, **settings)
+
+
+@dataclass(frozen=True)
+class ShareSettings:
+    share: float = number(0.25, "in [0, 1]")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch, loss_type, level):
+    """The loss is what its three terms say."""
+
+    def shared(tokens: ScoredTokens, args: Any, own: ShareSettings) -> Terms:
+        log_ratio = own.share * tokens.log_ratio
+        return Terms(log_ratio=log_ratio, keep=tokens.log_ratio.detach() < 0, penalty=log_ratio.square())
+
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float, args: Any) -> list[Tensor]:
+        log_ratio = 0.5 * (new - old)[range(len(ids)), ids]
+        keep = log_ratio.detach() < 0
+        kept.extend(keep.tolist())
+        used = log_ratio.mean() if level == "sequence" else log_ratio
+        return list(-used.exp() * advantage * keep + log_ratio.square())
+
+    kept: list[bool] = []
+    monkeypatch.setitem(SURROGATES, "shared", Surrogate(shared, ShareSettings))
+    settings = {"surrogate": "shared", "surrogate_kwargs": {"share": 0.5}, "importance_sampling_level": level}
+    assert_is_formula(make, of_sequence, loss_type=loss_type, **settings)
+    assert 0 < sum(kept) < len(kept)
+
+
+def test_surrogates_know_the_sequence_of_a_token_and_whether_it_counts(make, monkeypatch):
+    seen: list[ScoredTokens] = []
+
+    def noted(tokens: ScoredTokens, args: Any, own: NoSettings) -> Terms:
+        seen.append(tokens)
+        return Terms()
+
+    monkeypatch.setitem(SURROGATES, "noted", Surrogate(noted))
+    trainer = make(surrogate="noted")
+    inputs = dense.with_tools(rollout(trainer)[0])
+    loss_and_gradients(trainer, inputs)
+    (tokens,), scored = seen, inputs["completion_mask"].bool()
+    rows = torch.arange(len(scored)).unsqueeze(-1).expand(scored.shape)
+    assert tokens.sequence.tolist() == rows[scored].tolist()
+    assert tokens.counts.tolist() == inputs["tool_mask"][scored].bool().tolist()
+    assert not tokens.counts.all() and len(tokens.sequence.unique()) > 1
+    masks = dense.scored_mask(inputs)
+    for at, row, mask in zip(tokens.by_sequence(), inputs["old_per_token_logps"], masks, strict=True):
+        assert tokens.old_log_probs[at].tolist() == row[mask].tolist()
+
+
+@pytest.mark.parametrize("surrogate", ["kl_penalty", "regression"])
+def test_what_reads_policies_is_measured(make, surrogate):
+    trainer = make(surrogate=surrogate, kl_bound=1e-4, constraint="sequence", logging_steps=2)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "trust_region/kl_before_mean" in entry]
+    assert [entry["step"] for entry in logs] == [2, 4]
+    for entry in logs:
+        assert entry["trust_region/kl_before_mean"] > 0
+        projects = surrogate == "regression"
+        assert (entry["trust_region/projected_fraction"] > 0) == projects
+        assert entry.get("trust_region/kl_bound") == (1e-4 if projects else None)
+
+
+def test_dppo_reads_policies_only_for_the_top_k(make):
+    assert OLD_POLICY not in rollout(make(surrogate="dppo_tv"))[0]
+    assert OLD_POLICY in rollout(make(surrogate="dppo_tv", surrogate_kwargs={"outcomes": "top_k"}))[0]
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_on_policy_updates_with_the_log_probabilities_of_vllm(make, surrogate):
+    """vLLM's importance correction has TRL score on-policy rollouts too, where every surrogate is the identity."""
+    own = {"outcomes": "top_k"} if surrogate.startswith("dppo") else None
+    trainer = make(surrogate=surrogate, steps_per_generation=1, surrogate_kwargs=own, diagnostics_steps=1)
+    (inputs,) = rollout(trainer)
+    with torch.no_grad():
+        old = dense.completion_log_probs(trainer.model, inputs).float()
+    loss, gradients = loss_and_gradients(trainer, inputs | {"old_per_token_logps": old})
+    expected, expected_gradients = loss_and_gradients(trainer, inputs)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert_same_gradients(gradients, expected_gradients, 2e-5)
+
+
+def test_all_surrogates_start_from_the_same_rollout(make):
+    names = ("troll", "kl_penalty", "dppo_tv", "drpo", "clip", "none")
+    rollouts = {name: rollout(make(surrogate=name)) for name in names}
+    for name, buffered in rollouts.items():
+        for ours, reference in zip(buffered, rollouts["troll"], strict=True):
+            assert ours["completion_ids"].tolist() == reference["completion_ids"].tolist(), name
+            assert ours["advantages"].tolist() == reference["advantages"].tolist(), name
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "none", "dppo_tv", "drpo", "gmpo", "cispo"])
+def test_a_rival_is_measured_when_diagnostics_are_due(make, surrogate):
+    trainer = make(surrogate=surrogate, diagnostics_steps=4, max_steps=8, logging_steps=4)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "trust_region/kl_before_mean" in entry]
+    assert [entry["step"] for entry in logs] == [4, 8]
+    for entry in logs:
+        assert entry["trust_region/kl_before_mean"] == entry["trust_region/kl_after_mean"] > 0
+        assert entry["trust_region/projected_fraction"] == 0
+        assert "trust_region/kl_bound" not in entry

@@ -1,0 +1,235 @@
+"""Rewards that speak of tokens: from what they say to the advantages, the gradient, the log and κ."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.troll.trl import tiny
+from tests.troll.trl.resuming import interrupted, resumed_exactly
+from tests.troll.trl.test_ungraded import SETTINGS as UNGRADED
+from tests.troll.trl.test_ungraded import Sometimes, stuck
+from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.advantages.token_rewards import Judged, ask, needed, speaking, worths_of
+from troll.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
+
+NAN = math.nan
+
+
+class Odd:
+    """1 for every completion of at least two tokens, else 0; of the former, odd tokens are worth nothing."""
+
+    __name__ = "odd"
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(ids) > 1) for ids in completion_ids]
+
+    def of_tokens(self, completion_ids: list[list[int]], rewards: list[float], **columns: Any) -> Any:
+        self.asked.append({"completion_ids": completion_ids, "rewards": rewards, **columns})
+        return [said(ids) for ids in completion_ids]
+
+
+def said(ids: list[int]) -> list[float] | None:
+    """What it says of a completion."""
+    return [float(token % 2 == 0) for token in ids] if len(ids) > 1 else None
+
+
+def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
+    """A rollout of three groups, of which the middle one lies on both processes, and the share κ after two of them."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 3, "ddp_backend": "gloo", "resampling_rounds": 1}
+    more: dict[str, Any] = {
+        "resampling_right_share": 1.0,
+        "advantage_estimator": "rloo_tokens",
+        "max_completion_length": 32,
+    }
+    trainer = make(reward_funcs=Odd(), **settings, **more)
+    rollout = tiny.rolled_out(trainer)
+    metrics = dict(trainer._metrics["train"])
+    tiny.rolled_out(trainer, seed=5)
+    return {"rollout": tiny.tensors(rollout), "metrics": metrics, "right_share": trainer.resampling._right_share}
+
+
+def advantages_of(worths: torch.Tensor, size: int = 4) -> torch.Tensor:
+    """Leave-one-out, position by position."""
+    groups = worths.view(-1, size, worths.shape[1])
+    return ((groups - groups.mean(1, keepdim=True)) * size / (size - 1)).view_as(worths)
+
+
+def test_what_is_said_replaces_a_reward_until_the_end_of_the_completion():
+    rewards = torch.tensor([[1.0, 2.0], [1.0, NAN], [NAN, NAN], [3.0, 4.0]])
+    told = {(0, 0): torch.tensor([0.5, -1.0]), (0, 1): torch.tensor([0.0, 0.0, 0.0])}
+    worths = worths_of(rewards, torch.tensor([1.0, 10.0]), told, 3)
+    expected = torch.tensor([[20.5, 19, 21], [0, 0, 0], [NAN] * 3, [43] * 3])
+    torch.testing.assert_close(worths, expected, equal_nan=True)
+    # The first completion has no needed token, the second none either.
+    assert needed(rewards, told).tolist() == [0, 2]
+    assert needed(rewards, {(0, 0): torch.tensor([1.0, 0.5, 2.0, 1.0])}).tolist() == [0.75, 1]
+    assert needed(rewards, {}).dtype == needed(rewards, told).dtype == torch.float32  # processes add them up
+
+
+def test_only_what_was_judged_is_asked_about():
+    odd = Odd()
+    judged = Judged([{"prompt": "p", "answer": i} for i in range(3)], list("abc"), [[4, 5], [6], [7, 8, 9]])
+    rewards = torch.tensor([[1.0], [NAN], [1.0]])
+    told = ask([odd], [0], rewards, judged, "a tokenizer")
+    assert {key: worths.tolist() for key, worths in told.items()} == {(0, 0): [1, 0], (0, 2): [0, 1, 0]}
+    assert odd.asked == [
+        {
+            "completion_ids": [[4, 5], [7, 8, 9]],
+            "completions": ["a", "c"],
+            "prompts": ["p", "p"],
+            "answer": [0, 2],
+            "rewards": [1.0, 1.0],
+            "tokenizer": "a tokenizer",
+        }
+    ]
+    assert ask([odd], [0], rewards.fill_(NAN), judged, None) == {} and len(odd.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([[1.0, 2.0]], "1 for 2 completions$"),
+        ([None, [1.0, 2.0], None], "3 for 2 completions$"),
+        ([[1.0, 2.0], [1.0]], "2 for 2 completions, 1 for 2 tokens$"),
+    ],
+)
+def test_another_number_of_completions_or_tokens_is_refused(returned, message):
+    class Wrong(Odd):
+        def of_tokens(self, *_: Any, **__: Any) -> Any:
+            return returned
+
+    judged = Judged([{}, {}], ["a", "b"], [[4, 5], [6, 7]])
+    with pytest.raises(ValueError, match=f"of_tokens of reward 'odd' must return None or a number .*, got {message}"):
+        ask([Wrong()], [0], torch.ones(2, 1), judged, None)
+
+
+def test_a_reward_of_weight_zero_is_not_asked():
+    assert speaking([Odd(), tiny.reward, Odd()], torch.tensor([0.0, 1.0, 2.0])) == [2]
+
+
+def expected_worths(ids: list[list[int]], width: int, *more: float) -> torch.Tensor:
+    """Those of `Odd`, and of a reward that speaks of whole completions, in float64."""
+    worths = torch.empty((len(ids), width), dtype=torch.float64)
+    for row, own in enumerate(ids):
+        reward = float(len(own) > 1)
+        worths[row] = reward
+        worths[row, : len(own)] = torch.tensor(said(own) or [reward] * len(own))
+    return worths + (torch.tensor(more, dtype=torch.float64).unsqueeze(1) if more else 0)
+
+
+@pytest.mark.parametrize("estimator", ["rloo_tokens", "group_tokens"])
+def test_advantages_of_completions_of_different_lengths(make, estimator):
+    odd = Odd()
+    trainer = make(reward_funcs=[odd, tiny.reward], advantage_estimator=estimator)
+    rollout = tiny.rolled_out(trainer)
+    ids, mask = tiny.unpadded(rollout), rollout["completion_mask"]
+    assert len({len(each) for each in ids}) > 1 and len(odd.asked) == 1
+    worths = expected_worths(ids, mask.shape[1], *tiny.reward(ids))
+    if estimator == "rloo_tokens":
+        expected = advantages_of(worths)
+    else:
+        groups = worths.view(-1, 4, worths.shape[1])
+        expected = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view_as(worths)
+    expected = expected * mask
+    torch.testing.assert_close(rollout["advantages"].double(), expected, rtol=1e-4, atol=1e-5)
+    means = (expected.sum(1) / mask.sum(1)).tolist()
+    assert list(trainer._logs["advantages"]) == pytest.approx(means, abs=1e-5)
+    shares = [sum(values) / len(values) for values in map(said, ids) if values]
+    assert trainer._metrics["train"]["token_rewards/needed_share"] == [pytest.approx(sum(shares) / len(shares))]
+
+
+def test_groups_with_equal_rewards_and_different_tokens_are_not_equal(make):
+    trainer = make(reward_funcs=Odd(), advantage_estimator="rloo_tokens", train_dataset=tiny.make_dataset(32))
+    rollout = tiny.rolled_out(trainer)
+    metrics = trainer._metrics["train"]
+    silent = (rollout["advantages"] == 0).view(-1, 4, rollout["advantages"].shape[1]).flatten(1).all(1)
+    assert metrics["token_rewards/equal_groups"] == [float(silent.float().mean())]
+    assert metrics["token_rewards/equal_groups"][0] < metrics["frac_reward_zero_std"][0]
+
+
+def test_without_a_reward_that_speaks_it_is_rloo(make):
+    tokens, whole = (tiny.rolled_out(make(advantage_estimator=name)) for name in ("rloo_tokens", "rloo"))
+    expected = whole["advantages"].unsqueeze(1) * whole["completion_mask"]
+    torch.testing.assert_close(tokens["advantages"], expected)
+
+
+def test_what_could_not_be_judged_is_in_no_baseline(make):
+    odd = Odd()
+    trainer = make(**{**UNGRADED, "reward_funcs": [Sometimes(), odd], "advantage_estimator": "rloo_tokens"})
+    with pytest.warns(UserWarning, match="could not be judged"):
+        rollout = tiny.rolled_out(trainer)
+    rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+    assert rows.any() and not rows.all()
+    ids = tiny.unpadded(rollout)
+    assert odd.asked[0]["completion_ids"] == [own for own, out in zip(ids, rows.tolist(), strict=True) if not out]
+    assert not rollout["advantages"][rows].any() and rollout["advantages"].isfinite().all()
+
+
+def test_two_processes_share_groups_positions_and_the_share_that_stays(left_by_two):
+    ours = left_by_two("ddp", "token rewards")
+    masks = [result["rollout"]["completion_mask"] for result in ours]
+    assert masks[0].shape[1] != masks[1].shape[1]
+    ids = [own for result in ours for own in tiny.unpadded(result["rollout"])]
+    expected = advantages_of(expected_worths(ids, max(mask.shape[1] for mask in masks)))
+    for result, own, mask in zip(ours, expected.chunk(2), masks, strict=True):
+        found = result["rollout"]["advantages"]
+        torch.testing.assert_close(found.double(), own[:, : mask.shape[1]] * mask, rtol=0, atol=1e-6)
+    shares = [sum(values) / len(values) for values in map(said, ids) if values]
+    for result in ours:
+        needed_share = result["metrics"]["token_rewards/needed_share"]
+        assert needed_share == [pytest.approx(sum(shares) / len(shares))]
+    assert ours[0]["right_share"] == ours[1]["right_share"]
+
+
+@pytest.mark.parametrize("estimator", [name for name, each in ESTIMATORS.items() if each.of_tokens is None])
+def test_other_estimators_refuse_rewards_that_speak(make, estimator):
+    with pytest.raises(ValueError, match=f"'odd' has of_tokens, .* '{estimator}' cannot use: set .* to rloo_tokens or"):
+        make(reward_funcs=[tiny.reward, Odd()], advantage_estimator=estimator)
+    make(reward_funcs=[tiny.reward, Odd()], advantage_estimator=estimator, reward_weights=[1.0, 0.0])
+
+
+def test_columns_with_the_names_of_what_is_passed_are_refused(make):
+    rows = tiny.make_dataset().add_column("rewards", [0] * 16)
+    with pytest.raises(ValueError, match="cannot have a column named 'rewards'"):
+        make(reward_funcs=Odd(), advantage_estimator="rloo_tokens", train_dataset=rows)
+
+
+@pytest.mark.parametrize(
+    ("right_share", "replaced"),
+    [(0.0, [1, 1, 1, 0, 1]), (0.2, [0, 1, 1, 0, 1]), (0.5, [0, 0, 1, 0, 1]), (1.0, [0, 0, 1, 0, 0])],
+)
+def test_a_share_of_groups_that_are_all_right_stays(right_share, replaced):
+    rewards = torch.tensor([[1.0, 1.0], [2.0, NAN], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).flatten()
+    assert replaceable_groups(rewards, 2, right_share).int().tolist() == replaced
+
+
+def test_the_share_follows_the_needed_tokens(make):
+    odd = {"reward_funcs": Odd(), "advantage_estimator": "group_tokens"}
+    trainer = make(**odd, resampling_rounds=1, resampling_right_share=0.25)
+    resampling = trainer.resampling
+    assert isinstance(resampling, Resampling)
+    shares = []
+    for needed_share in (0.5, 0.75, 0.25, 0.0, 1.0):
+        resampling.adapt(needed_share)
+        shares.append(resampling._right_share)
+    # 0.25 + 0.2 · 0.25, − 0.2 · 0.5, − 0.2 · 0.25, + 0.2.
+    assert shares == pytest.approx([0.25, 0.3, 0.2, 0.15, 0.35])
+    for needed_share, limit in ((-9.0, 0.0), (0.0, 1.0)):
+        resampling.adapt(needed_share)
+        assert resampling._right_share == limit
+
+
+def test_a_resumed_run_has_the_same_share(make, tmp_path):
+    """The third rollout's has moved by the difference of the second's needed share and the first's, of before."""
+    settings = {"resampling_rounds": 2, "resampling_right_share": 0.3, "num_generations": 2, "ddp_backend": None}
+    more: dict[str, Any] = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "max_steps": 6}
+    log = resumed_exactly(interrupted(make, tmp_path, **settings, **more))
+    shares = [entry["resampling/right_share"] for entry in log if "resampling/right_share" in entry]
+    first, second = (torch.load(tmp_path / f"checkpoint-{step}" / RESAMPLING_STATE)["needed_share"] for step in (2, 4))
+    assert shares == pytest.approx([0.3, 0.3 + 0.2 * (second - first)]) and first != second

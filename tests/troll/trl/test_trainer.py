@@ -1,0 +1,574 @@
+"""TrollTrainer in training: what it trains, logs, warns about, saves and refuses."""
+
+import dataclasses
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import trl.trainer.utils as trl_utils
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+import troll
+import troll.trl.trainer as trainer_module
+from tests.tolerance import within
+from tests.troll.trl import dense, tiny
+from tests.troll.trl.distributed_worker import SameRollouts
+from tests.troll.trl.resuming import SETTINGS as RESUMED
+from tests.troll.trl.resuming import interrupted, resumed_exactly
+from troll.trl import TrollConfig, TrollTrainer, old_policy, seam
+from troll.trl.trainer import OLD_POLICY
+from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.reading import head as head_module
+
+METRICS = {
+    "trust_region/kl_before_mean",
+    "trust_region/kl_before_max",
+    "trust_region/kl_after_mean",
+    "trust_region/kl_after_max",
+    "trust_region/projected_fraction",
+    "trust_region/multiplier",
+    "trust_region/regression",
+    "trust_region/support_size",
+    "trust_region/tail_mass",
+    "trust_region/nonfinite",
+}
+
+
+def captured(inputs: dict[str, Any]) -> SparsePolicy:
+    """The old policy of a micro-batch's scored tokens."""
+    policy = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
+    mask = dense.scored_mask(inputs)
+    assert policy.shape == mask.shape
+    assert not policy.used[~mask].any()
+    return policy[mask]
+
+
+def steps(trainer: Any) -> list[dict[str, Any]]:
+    """The logged entries of the training steps."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same_metrics(actual: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 0.0) -> None:
+    """All but the times are equal."""
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        names = {name for name in other if "time" not in name}
+        assert names == {name for name in one if "time" not in name}
+        for name in names:
+            assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings"),
+    [
+        (torch.float32, {"num_iterations": 3, "steps_per_generation": 1, "per_device_train_batch_size": 8}),
+        (torch.float32, {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}),
+        (torch.float32, {"gradient_accumulation_steps": 2, "steps_per_generation": 3}),
+        # In bf16 are the computations, or the weights themselves.
+        (torch.float32, {"bf16": True, "max_steps": 4}),
+        (torch.bfloat16, {"max_steps": 4}),
+    ],
+    ids=str,
+)
+def test_every_order_of_passes_and_precision_trains(make, weights, settings):
+    """What single settings make of a loss: test_loss."""
+    trainer = make(model=make.model().to(weights), kl_bound=0.01, **{"max_steps": 6, **settings})
+    trainer.train()
+    assert all(math.isfinite(value) for value in tiny.logged(trainer, "loss"))
+    first, *later = tiny.logged(trainer, "trust_region/kl_before_max")
+    assert first < within(1e-6) and max(later) > 0.01
+    assert max(tiny.logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
+
+
+def test_gradient_checkpointing_changes_nothing(make):
+    checkpointed = {"gradient_checkpointing": True}
+    reentrant = checkpointed | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    runs = []
+    for settings in ({}, checkpointed, reentrant):
+        trainer = make(kl_bound=0.01, **settings)
+        trainer.train()
+        runs.append(steps(trainer))
+    for run in runs[1:]:
+        same_metrics(run, runs[0], 1e-5)
+
+
+def test_statistics_cover_the_logging_window(make):
+    """Every token since the last entry counts once, over micro-batches and steps."""
+    settings = {"kl_bound": 0.01, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    each = make(**settings)
+    each.train()
+    window = make(**settings, logging_steps=4)
+    window.train()
+    (entry,) = [entry for entry in window.state.log_history if entry.keys() >= METRICS]
+    for name in ("trust_region/kl_before_max", "trust_region/kl_after_max"):
+        assert entry[name] == pytest.approx(max(tiny.logged(each, name)))
+    means = tiny.logged(each, "trust_region/kl_before_mean")
+    assert min(means) < entry["trust_region/kl_before_mean"] < max(means)
+
+
+ON_POLICY: list[dict[str, Any]] = [
+    {"steps_per_generation": 1, "per_device_train_batch_size": 8},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2},
+]
+
+
+@pytest.mark.parametrize("settings", ON_POLICY, ids=str)
+def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, settings):
+    monkeypatch.setattr(old_policy, "capture_tokens", lambda *_, **__: pytest.fail("the old policy was captured"))
+    with pytest.warns(UserWarning, match="every update is on-policy") as caught:
+        ours = make(kl_bound=1e-6, beta=0.1, **settings)
+    (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
+    assert all(name in message for name in ("steps_per_generation", "gradient_accumulation_steps", "num_iterations"))
+    ours.train()
+    theirs = make.stock(beta=0.1, **settings)
+    theirs.train()
+    assert not tiny.changed(tiny.parameters(theirs.model), ours.model)
+    for entry in theirs.state.log_history:
+        for name in [name for name in entry if name.startswith("clip_ratio/")]:
+            del entry[name]
+    same_metrics(steps(ours), steps(theirs))
+
+
+# The old policy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_old_policy_stays_with_its_tokens(make, iterations, temperature):
+    """Through TRL's scoring in chunks, its shuffle and its split; at the sampling temperature."""
+    order = {"per_device_train_batch_size": 2, "steps_per_generation": 6, "num_iterations": iterations}
+    trainer = make(support_top_k=5, temperature=temperature, **order)
+    reference = make.model()
+    buffered = tiny.rollout(trainer)
+    assert len(buffered) == 6
+    lengths = [int(inputs["completion_mask"].sum()) for inputs in buffered]
+    assert len(set(lengths)) > 1, "all completions are equally long: the test shows nothing"
+    for inputs in buffered:
+        mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
+        policy = captured(inputs)
+        with torch.no_grad():
+            logits = dense.completion_logits(reference, inputs, temperature).float()
+        expected = troll.capture(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5)
+        assert torch.equal(policy.token_ids, expected.token_ids)
+        for name in ("log_probs", "tail_log_prob"):
+            torch.testing.assert_close(getattr(policy, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+        assert torch.equal(policy.slot, expected.slot)
+        assert (policy.vocab_size, policy.mass_threshold) == (expected.vocab_size, 1e-5)
+        torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(policy.shape))
+        assert not policy.log_probs.requires_grad
+        raw = logits[mask].log_softmax(-1).gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(inputs["old_per_token_logps"][mask], raw, rtol=1e-5, atol=1e-5)
+        assert torch.equal(policy.log_prob, inputs["old_per_token_logps"][mask])
+        assert (inputs["old_per_token_logps"][~mask] == 0).all()
+
+
+def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeypatch):
+    trainer = make()
+    original = GRPOTrainer._generate_and_score_completions
+
+    def without_scoring(self: Any, inputs: Any) -> dict[str, Any]:
+        self.old_policy.claim_scoring()
+        return original(self, inputs)
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
+    with pytest.raises(RuntimeError, match="did not score the old policy"):
+        tiny.rollout(trainer)
+
+
+def test_a_trainer_that_no_longer_scores_the_new_policy_is_noticed(make, monkeypatch):
+    trainer = make()
+    inputs = tiny.rollout(trainer)[0]
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: torch.zeros(()))
+    with pytest.raises(RuntimeError, match="did not score the new policy"):
+        tiny.loss_and_gradients(trainer, inputs)
+
+
+# PEFT, dropout, precision
+
+
+def lora(dropout: float = 0.0) -> LoraConfig:
+    return LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+
+
+def test_lora_trains_only_the_adapter(make):
+    trainer = make(kl_bound=1e-4, peft_config=lora(), beta=0.1, learning_rate=0.05, max_steps=6)
+    before = tiny.parameters(trainer.model)
+    trainer.train()
+    assert tiny.changed(before, trainer.model) == {name for name in before if "lora_" in name}
+    assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
+
+
+def test_an_adapter_that_transformers_has_injected_trains(make, monkeypatch):
+    """Such a model has a `peft_config`, but PEFT does not wrap it."""
+    # transformers 5.24 asks for PEFT 0.22, which is not released.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.21")
+    model = make.model()
+    model.add_adapter(lora())
+    trainer = make(model=model, kl_bound=1e-4, learning_rate=0.05, max_steps=4)
+    trainer.train()
+    assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
+
+
+def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
+    """The reference pass goes through the same model object, with its adapter off."""
+    trainer = make(peft_config=lora(), beta=0.1)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    inputs = tiny.rollout(trainer)[0]
+    mask, models = dense.scored_mask(inputs), (trainer.model, make.model())
+    with torch.no_grad():
+        adapted, plain = (dense.completion_log_probs(model, inputs)[mask].float() for model in models)
+    assert (adapted - plain).abs().max() > 0.1
+    torch.testing.assert_close(captured(inputs).log_prob, adapted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs["ref_per_token_logps"][mask], plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lora_dropout_is_silenced_with_a_warning(make, wrapped):
+    """Whether the trainer adds the adapter or the user has."""
+    given: dict[str, Any] = {"peft_config": lora(0.5)}
+    if wrapped:
+        given = {"model": get_peft_model(make.model(), lora(0.5))}
+    with pytest.warns(UserWarning, match=r"lora_dropout=0.5 is set to 0"):
+        trainer = make(kl_bound=1e-4, **given)
+    trainer.train()
+    # The first update of a rollout sees the policy that scored it.
+    assert tiny.logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_dropout_is_disabled_unless_it_is_wanted(make, disabled):
+    """Which rates of a model that finds: test_checks."""
+    model = tiny.make_model("llama", attention_dropout=0.5)
+    warned = pytest.warns(UserWarning, match="the model has dropout and disable_dropout=False")
+    with tiny.no_warnings_about("dropout") if disabled else warned:
+        trainer = make(TrollTrainer, model, disable_dropout=disabled)
+    trainer.train()
+    before = tiny.logged(trainer, "trust_region/kl_before_max")[0]
+    assert before < within(1e-5) if disabled else before > 1e-3
+
+
+def test_a_model_without_dropout_is_not_warned_about(make):
+    model = tiny.make_model("bloom", attention_dropout=0.0, hidden_dropout=0.0, n_head=2, n_layer=2)
+    with tiny.no_warnings_about("dropout"):
+        make(TrollTrainer, model, disable_dropout=False)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gemma2", 0.7)])
+def test_bf16_logits_are_not_rounded_on_the_support(make, architecture, temperature, autocast):
+    """Products of bf16 operands are float32, caps and temperature too; rounding moves log-probabilities by 0.02."""
+    model = make.model(architecture) if autocast else make.model(architecture).to(torch.bfloat16)
+    trainer = make(TrollTrainer, model, temperature=temperature, bf16=autocast)
+    inputs = tiny.rollout(trainer)[0]
+    input_ids, attention_mask = seam.sequences(inputs)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    logits = hidden.bfloat16().float() @ model.get_output_embeddings().weight.detach().bfloat16().float().T
+    if (cap := getattr(model.config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    ids = inputs["completion_ids"].unsqueeze(-1)
+    log_probs = (logits[:, -ids.shape[1] - 1 : -1] / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
+    mask = dense.scored_mask(inputs)
+    torch.testing.assert_close(inputs["old_per_token_logps"][mask], log_probs[mask], rtol=1e-5, atol=1e-5)
+    assert captured(inputs).log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architecture, bf16):
+    """`cast_lm_head_to_fp32`: the log-probabilities are those of TRL's fused head, which honours it."""
+    model = make.model(architecture).to(torch.float32 if bf16 else torch.bfloat16)
+    trainer = make(model=model, kl_bound=0.01, cast_lm_head_to_fp32=True, bf16=bf16)
+    inputs = tiny.rollout(trainer)[0]
+    with torch.no_grad():
+        fused = seam.score(trainer, trainer.model, inputs).log_probs
+    mask = dense.scored_mask(inputs)
+    assert inputs["old_per_token_logps"].dtype == torch.float32
+    torch.testing.assert_close(inputs["old_per_token_logps"][mask], fused[mask], rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
+    captures = []
+    original = old_policy.capture_tokens
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        captures.append(trainer.model.training)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(old_policy, "capture_tokens", spy)
+    trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=1, do_eval=True)
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluations) == 4
+    for entry in evaluations:
+        assert math.isfinite(entry["eval_loss"]) and "eval_reward" in entry
+        assert not any("trust_region" in name or "clip_ratio" in name for name in entry)
+    assert captures and all(captures)
+    for entry in steps(trainer):
+        assert entry.keys() >= METRICS | {"entropy"}
+        assert all(math.isfinite(value) for value in entry.values() if isinstance(value, float))
+
+
+# Failures and warnings
+
+
+class Poison(TrainerCallback):
+    """Puts a NaN into the weights after the first step: in the middle of a rollout."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 1:
+            with torch.no_grad():
+                model.get_output_embeddings().weight[10] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "found"),
+    [
+        ({"callbacks": [Poison()]}, 2, r"the logits of \d+ tokens are"),
+        # Where no distributions are read, it is found in the loss.
+        *(
+            ({"callbacks": [Poison()], "surrogate": name}, 2, "the loss is")
+            for name in ("clip", "none", "drpo", "cispo")
+        ),
+        # The weight is infinite in float32.
+        ({"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 1e39}}, 1, "the loss is"),
+        ({"regression_weight": 1e39}, 1, "the loss is"),
+    ],
+)
+def test_nan_stops_the_training_before_the_update(make, settings, step, found):
+    trainer = make(**settings)
+    with pytest.raises(FloatingPointError, match=f"^step {step}: {found} NaN or infinite, and the update was not made"):
+        trainer.train()
+    assert trainer.state.global_step == step - 1
+    poisoned = sum(bool(value.isnan().any()) for value in trainer.model.parameters())
+    assert poisoned == ("callbacks" in settings), "an update would have made all of them NaN"
+
+
+def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
+    """However many micro-batches it takes: what the host has to know is summed up on the device."""
+    trainer = make(gradient_accumulation_steps=4, steps_per_generation=8, max_steps=4, logging_steps=100)
+    accelerator = mock.Mock(wraps=trainer.monitor._accelerator)
+    observe = mock.Mock(wraps=trainer.monitor.observe)
+    monkeypatch.setattr(trainer.monitor, "_accelerator", accelerator)
+    monkeypatch.setattr(trainer.monitor, "observe", observe)
+    trainer.train()
+    assert observe.call_count == 16
+    assert accelerator.reduce.call_count == 4 + 1, "the log's is one more"
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"save_steps": 3}, True),
+        ({"save_steps": 3, "gradient_accumulation_steps": 3}, True),  # passes over two rollouts in an update
+        ({"save_steps": 4, "gradient_accumulation_steps": 3}, False),
+        ({"save_steps": 4}, False),
+        ({"save_steps": 3, "save_strategy": "epoch"}, False),
+        ({"save_steps": 3, "save_strategy": "no"}, False),
+        ({"save_steps": 3, "gradient_accumulation_steps": 4, "steps_per_generation": 4}, False),  # one update a rollout
+        ({"save_steps": 0.5}, False),  # a fraction of the run, whose length is not known yet
+    ],
+    ids=str,
+)
+def test_saving_in_the_middle_of_a_rollout_is_warned_about(make, recwarn, settings, warned):
+    make(**{"save_strategy": "steps", "steps_per_generation": 4, **settings})
+    assert any("is not a multiple of the 4 updates" in str(warning.message) for warning in recwarn) == warned
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_reference_that_no_checkpoint_holds_is_warned_about(make, recwarn, save_strategy):
+    make(save_strategy=save_strategy, save_steps=4, steps_per_generation=4, sync_ref_model=True, beta=0.1)
+    warned = any("TRL saves no reference model with a checkpoint" in str(warning.message) for warning in recwarn)
+    assert warned == (save_strategy == "steps")
+
+
+def test_another_configuration_class_is_refused(make, tmp_path):
+    args: Any = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="args must be a TrollConfig, got GRPOConfig: change the name of the class"):
+        TrollTrainer(make.model(), tiny.reward, args, train_dataset=tiny.make_dataset())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo")),
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"steps_per_generation": 1},  # on-policy
+        {"epsilon": 0.1},
+        {"epsilon_high": 0.3},
+        {"beta": 0.1},
+        *(
+            {"surrogate": name}
+            for name in ("regression", "kl_penalty", "none", "dppo_tv", "drpo", "ipo", "icepop", "gmpo")
+        ),
+    ],
+    ids=str,
+)
+def test_a_grpo_trainer_does_not_train_with_a_configuration_that_has_no_clip(make, settings):
+    """It has no part of the surrogate, and would clip."""
+    given = make(**settings).args
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    parts["reward_funcs"] = tiny.reward
+    for args in (given, dataclasses.replace(given, learning_rate=1e-5)):
+        trainer: Any = GRPOTrainer(make.model(), args=args, **parts)
+        before = tiny.parameters(trainer.model)
+        with pytest.raises(TypeError, match=r"unsupported operand type.* 'int' and 'NoneType'"):
+            trainer.train()
+        assert trainer.state.global_step == 0 and not tiny.changed(before, trainer.model)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "vespo"])
+def test_a_grpo_trainer_trains_with_a_configuration_of_its_own_loss(make, surrogate):
+    args = make(surrogate=surrogate).args
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    parts["reward_funcs"] = tiny.reward
+    theirs: Any = GRPOTrainer(make.model(), args=args, **parts)
+    theirs.train()
+    ours = make(surrogate=surrogate)
+    ours.train()
+    assert theirs.state.global_step == 4
+    assert not tiny.changed(tiny.parameters(theirs.model), ours.model)
+
+
+def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypatch):
+    class OnCpu(TrollConfig):
+        def __init__(self, output_dir: str) -> None:
+            super().__init__(output_dir, use_cpu=True, bf16=False, report_to="none")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer_module, "TrollConfig", OnCpu)
+    parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
+    with tiny.no_warnings_about("on-policy"):
+        trainer = TrollTrainer(str(make.model_path("llama")), tiny.reward, **parts)
+    assert isinstance(trainer.args, TrollConfig)
+    assert (trainer.args.output_dir, trainer.args.kl_bound) == ("llama-TROLL", 0.05)
+
+
+def test_arguments_are_accepted_by_position_as_by_grpo(make):
+    trainer_class: Any = TrollTrainer
+    args, data = make().args, tiny.make_dataset()
+    trainer = trainer_class(make.model(), tiny.reward, args, data, None, tiny.make_tokenizer())
+    assert trainer.train_dataset is data
+
+
+# Saving and resuming
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2},
+        {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
+        {"peft_config": lora(), "kl_bound": 1e-3, "learning_rate": 0.05},
+        {"train_dataset": tiny.make_dataset(4), "per_device_train_batch_size": 8},
+    ],
+    ids=["accumulation", "entropy", "lora", "after an epoch"],
+)
+def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path, settings):
+    """Saved on a rollout's boundary, half of the run: weights and metrics are equal bit for bit."""
+    log = resumed_exactly(interrupted(make, tmp_path, ddp_backend=None, **settings))
+    assert max(entry["trust_region/projected_fraction"] for entry in log) > 0
+    assert "2510.03817" in (tmp_path / "README.md").read_text()
+
+
+class BreakOff(TrainerCallback):
+    """Breaks a training off after its third update, once."""
+
+    broken = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and not self.broken:
+            self.broken = True
+            raise RuntimeError("broken off")
+
+
+def test_train_resumes_in_the_trainer_that_was_interrupted_with_a_rollout_of_its_own(make, tmp_path):
+    """After the first update of the second rollout; what is left of that rollout is not used again."""
+    whole = resumed_exactly(interrupted(make, tmp_path / "whole", ddp_backend=None, diagnostics_steps=1))
+    settings = RESUMED | {"ddp_backend": None, "output_dir": str(tmp_path / "broken"), "diagnostics_steps": 1}
+    trainer = make(callbacks=[BreakOff()], **settings)
+    with pytest.raises(RuntimeError, match="broken off"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
+    assert [{key: value for key, value in entry.items() if key != "step_time"} for entry in steps] == whole
+
+
+class LogAtTwo(TrainerCallback):
+    """Asks for a log, and stops at the third update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_log = state.global_step == 2
+        control.should_training_stop = state.global_step == 3
+
+
+def test_a_log_that_a_users_callback_asks_for_has_everything(make):
+    trainer = make(logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae")
+    trainer.train()
+    first, last, _ = trainer.state.log_history
+    assert first.keys() >= {"trust_region/kl_before_mean", "critic/value_loss", "entropy"}
+    assert last["step"] == 3 and "trust_region/kl_before_mean" in last
+
+
+def test_what_an_interrupted_update_leaves_behind_is_cleared(make):
+    trainer = make(eval_dataset=tiny.make_dataset(4), max_steps=2)
+    expected = make(eval_dataset=tiny.make_dataset(4)).evaluate().keys()
+    inputs = tiny.rollout(trainer)[0]
+    interrupt = mock.patch("trl.GRPOTrainer._compute_loss", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        trainer._compute_loss(trainer.model, inputs)
+    assert trainer.evaluate().keys() == expected
+
+
+def test_prompt_learning_adds_tokens_in_front(make):
+    """PEFT prepends virtual tokens and their labels: the old policy still stands at the completion's tokens."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make(peft_config=config, kl_bound=1e-3, learning_rate=0.5, steps_per_generation=4, max_steps=4)
+    trainer.train()
+    assert tiny.logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
+    assert tiny.logged(trainer, "trust_region/kl_before_max")[-1] > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{}, {"entropy_coef": 0.1}, {"beta": 0.1}], ids=str)
+def test_training_makes_no_tensor_of_tokens_by_vocabulary(make, monkeypatch, settings):
+    """Neither capture nor update, the loss and its backward included."""
+    vocab_size, hidden_size, largest = 1111, 42, 0
+    model = tiny.make_model("llama", vocab_size=vocab_size, hidden_size=hidden_size, num_attention_heads=1)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                # The head itself and its gradient; no number of tokens here is the hidden size.
+                if isinstance(tensor, Tensor) and hidden_size not in tensor.shape:
+                    largest = max(largest, tensor.numel())
+            return out
+
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
+    monkeypatch.setattr(head_module, "VOCABULARY_TILE", 128)
+    monkeypatch.setitem(head_module.WHOLE_ROWS, "cpu", vocab_size)
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8)
+    if "beta" in settings:
+        path = make.output_dir / "reference"
+        model.save_pretrained(path)
+        model.config._name_or_path = str(path)
+    trainer = make(SameRollouts, model, kl_bound=0.01, max_steps=2, support_top_k=8, **settings)
+    with Watch():
+        trainer.train()
+    assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
+    assert 0 < largest <= 4 * vocab_size  # the first reading compares a token of each of four rows; there are more

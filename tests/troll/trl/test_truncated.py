@@ -1,0 +1,187 @@
+"""Truncated sampling: ratio, trust region and pull on the tokens that the sampler kept, against dense float64."""
+
+import copy
+import math
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tolerance import within
+from tests.troll.trl import dense, tiny
+from tests.troll.trl.engine import Engine, RolloutFunc, train_around_both
+from tests.troll.trust_region import reference
+from troll.trl import TrollConfig
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 5},
+    "min-p": {"min_p": 0.1},
+    "all three": {"top_k": 9, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+def kept_tokens(old: Tensor, args: TrollConfig) -> list[list[list[int]]]:
+    """The tokens that the sampler keeps of (B, T, V) old logits, which have the temperature in them."""
+    return [
+        [reference.kept_set(row.numpy(), args.top_k, args.top_p, args.min_p or 0.0) for row in rows] for rows in old
+    ]
+
+
+def restricted_log_probs(logits: Tensor, kept: list[list[list[int]]], inputs: dict[str, Any]) -> list[list[Tensor]]:
+    """log p(o)/p(S) of the scored tokens of each sequence."""
+    return [
+        [logits[b, t][kept[b][t]].log_softmax(-1)[kept[b][t].index(token)] for t, token in row]
+        for b, row in enumerate(dense.scored(inputs))
+    ]
+
+
+def on_kept_tokens(new: Tensor, old: Tensor, kept: list[int], sampled: int, args: TrollConfig) -> dense.Token:
+    """The token of two policies on the kept tokens, whose pull is also of these and all others as two outcomes."""
+    one = dense.token(new[kept], old[kept], kept.index(sampled), args)
+    rest = [v for v in range(len(old)) if v not in kept]
+    new_mass, old_mass = (
+        torch.stack([log_probs[kept].logsumexp(-1), log_probs[rest].logsumexp(-1)])
+        for log_probs in (new.log_softmax(-1), old.log_softmax(-1))
+    )
+    return replace(one, regression=one.regression + dense.token(new_mass, old_mass, 0, args).regression)
+
+
+@pytest.mark.parametrize("pull", ["projection", "proximal"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
+    moved = dense.Moved(make, kl_bound=0.02, pull=pull, temperature=0.8, support_top_k=4, **SAMPLERS[sampler])
+    everything = copy.copy(moved.args)
+    everything.support_top_k, everything.mass_threshold = 48, 0.0
+    projected = 0
+    for inputs, old in moved.batches:
+        kept, new = kept_tokens(old, moved.args), moved.logits(inputs)
+        rows = [
+            [on_kept_tokens(new[b, t], old[b, t], kept[b][t], token, everything) for t, token in row]
+            for b, row in enumerate(dense.scored(inputs))
+        ]
+        moved.assert_loss(inputs, dense.loss(rows, inputs, everything), tiny.LOG_PROB_ERROR)
+        projected += sum(one.multiplier > 0 for row in rows for one in row)
+    assert projected > 0
+    assert float(moved.trainer.monitor.tally.totals["projected_fraction"][0]) == projected
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
+    moved = dense.Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **SAMPLERS[sampler])
+    for inputs, old in moved.batches:
+        kept = kept_tokens(old, moved.args)
+        policies = [restricted_log_probs(logits, kept, inputs) for logits in (moved.logits(inputs), old)]
+        values = []
+        for new_row, old_row, advantage in zip(*policies, inputs["advantages"].double(), strict=True):
+            ratio = (torch.stack(new_row) - torch.stack(old_row)).exp()
+            values.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+        moved.assert_loss(inputs, torch.cat(values).mean(), tiny.LOG_PROB_ERROR)
+
+
+@pytest.mark.parametrize(
+    "surrogate", ["troll", "regression", "kl_penalty", "dppo_tv", "drpo", "gmpo", "cispo", "clip", "none"]
+)
+def test_equal_policies_have_ratio_one_with_every_kind_of_surrogate(make, surrogate):
+    trainer = make(surrogate=surrogate, truncated_ratio=True, top_p=0.8)
+    inputs = tiny.rollout(trainer)[0]
+    terms = trainer.surrogate.terms and mock.Mock(wraps=trainer.surrogate.terms)
+    trainer.surrogate = replace(trainer.surrogate, terms=terms)
+    tiny.loss_and_gradients(trainer, inputs)
+    if terms is not None:
+        (tokens, *_), _ = terms.call_args
+        assert float(tokens.log_ratio.detach().abs().max()) <= within(tiny.LOG_PROB_ERROR)
+    assert float(trainer.monitor.tally.maxima["kl_before_max"]) <= within(1e-6)
+    old = make.model()
+    raw = dense.completion_log_probs(old, inputs)[dense.scored_mask(inputs)]
+    kept = inputs["old_per_token_logps"][dense.scored_mask(inputs)]
+    assert bool((kept >= raw - within(tiny.LOG_PROB_ERROR)).all()) and float((kept - raw).mean()) > 0.05
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip", "cispo"])
+def test_reference_kl_is_of_the_whole_policies(make, surrogate):
+    settings = {"surrogate": surrogate, "truncated_ratio": True, "use_bias_correction_kl": False, "top_p": 0.8}
+    moved = dense.Moved(make, beta=0.5, **settings)
+    inputs, _ = moved.batches[0]
+    loss, found = tiny.loss_and_gradients(moved.trainer, inputs)
+    moved.trainer.beta = 0.0
+    plain, plain_found = tiny.loss_and_gradients(moved.trainer, inputs)
+    log_ratio = inputs["ref_per_token_logps"].double() - dense.completion_log_probs(moved.model, inputs)
+    kl = 0.5 * (log_ratio.exp() - log_ratio - 1)
+    rows = [list(row[mask]) for row, mask in zip(kl, dense.scored_mask(inputs), strict=True)]
+    expected = dense.aggregate(rows, inputs, moved.args)
+    expected.backward()
+    assert loss - plain == pytest.approx(expected.item(), rel=1e-4, abs=2e-6)
+    differences = {name: found[name] - plain_found[name] for name in found}
+    tiny.assert_same_gradients(differences, tiny.gradients(moved.model), tolerance=10 * tiny.LOG_PROB_ERROR)
+
+
+def test_penalty_is_the_pull_without_a_bound(make):
+    """Proximal, with the projection out of reach: the kept set's mass included."""
+    found = []
+    for settings in ({"surrogate": "kl_penalty"}, {"pull": "proximal", "kl_bound": math.inf}):
+        moved = dense.Moved(make, top_p=0.8, **settings)
+        found.append(tiny.loss_and_gradients(moved.trainer, moved.batches[0][0]))
+    (loss, one), (other_loss, other) = found
+    assert loss == pytest.approx(other_loss, rel=1e-6)
+    tiny.assert_same_gradients(one, other)
+
+
+def test_off_policy_mask_compares_the_truncated_policies(make):
+    moved = dense.Moved(make, off_policy_mask_threshold=0.1, top_p=0.8)
+    inputs, old = moved.batches[0]
+    kept = kept_tokens(old, moved.args)
+    with mock.patch.object(moved.trainer, "get_off_policy_mask", wraps=moved.trainer.get_off_policy_mask) as mask:
+        tiny.loss_and_gradients(moved.trainer, inputs)
+    seen = mask.call_args.kwargs
+    found = (seen["sampling_per_token_logps"] - seen["per_token_logps"])[dense.scored_mask(inputs)]
+    with torch.no_grad():
+        new = moved.logits(inputs)
+    of_tokens = [chain.from_iterable(restricted_log_probs(logits, kept, inputs)) for logits in (old, new)]
+    expected = torch.stack([*of_tokens[0]]) - torch.stack([*of_tokens[1]])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within(tiny.LOG_PROB_ERROR))
+
+
+def test_training_logs_the_kept_mass_and_no_added_tokens(make):
+    trainer = make(top_p=0.8, max_steps=4)
+    trainer.train()
+    masses = tiny.logged(trainer, "trust_region/kept_mass")
+    assert len(masses) == 4 and all(0.5 < mass < 1 for mass in masses)
+    assert all(0 < mass < 0.2 for mass in tiny.logged(trainer, "trust_region/tail_mass"))  # what the sampler cut
+    # Sampling in batches may round a token over the edge of the kept set; not several.
+    assert max(tiny.logged(trainer, "sampling/added_fraction")) <= 0.05
+    assert "trust_region/kept_mass" not in make(max_steps=1).train().metrics
+
+
+@pytest.mark.parametrize(("top_k", "impossible"), [(3, -math.inf), (3, -9999.0), (8, -math.inf)])
+def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k, impossible):
+    # Without the pull: an engine does not say what mass its kept tokens had.
+    settings: dict[str, Any] = {"top_k": top_k, "support_top_k": 8, "kl_bound": 0.02, "regression_weight": 0.0}
+    logs = train_around_both(
+        lambda anchor: make(
+            rollout_func=RolloutFunc(Engine(top_k=top_k, impossible=impossible)),
+            anchor=anchor,
+            vllm_importance_sampling_correction=False,
+            **settings,
+        )
+    )
+    assert all(log["trust_region/support_size"] == top_k for log in logs)
+
+
+def test_tokens_without_a_report_are_left_out_of_a_kept_set_too(make):
+    trainer = make(rollout_func=RolloutFunc(Engine(top_k=3, unknown=3)), anchor="rollout", top_k=3, support_top_k=8)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses and all(map(math.isfinite, losses))
+    assert trainer.state.log_history[0]["trust_region/support_size"] == 3
+
+
+def test_engine_that_keeps_more_than_it_reports_is_refused(make):
+    trainer = make(rollout_func=RolloutFunc(Engine(top_k=20)), anchor="rollout", top_k=20, support_top_k=8)
+    with pytest.raises(ValueError, match="log_probs must be all that the sampler could draw, at most top_k=8"):
+        trainer.train()
+    assert trainer.state.global_step == 0

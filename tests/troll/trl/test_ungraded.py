@@ -1,0 +1,368 @@
+"""Completions that a grader could not judge take no part in a rollout, even if other rewards score them."""
+
+import math
+from collections.abc import Sequence
+from itertools import compress, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.troll.trl import tiny
+from troll.trl.conversations import Conversations
+from troll.trl.eval_metrics import judged_by
+from troll.trl.ungraded import NothingJudgedError, UngradedFilter
+from troll_lab.rewards.code import CodeGrader, passed_fraction
+from troll_lab.rewards.grading import Grader, Verdict, leaves_unscored
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
+
+#: Three groups, of which the middle one lies on both of two processes.
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6}
+GROUP = tiny.DEFAULTS["num_generations"]
+NAN = math.nan
+
+
+def stuck(text: str) -> bool:
+    """Whether no sandbox takes the text."""
+    return sum(map(ord, text)) % 3 == 0
+
+
+def success(text: str) -> float:
+    """What it is worth, if it can be judged."""
+    return float(len(set(text)) % 2)
+
+
+class Sometimes(Grader):
+    """A third of the texts cannot be judged."""
+
+    def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
+        return [Verdict(None if stuck(text) else success(text), text, "unscored: no process") for text in completions]
+
+
+def form(completions: Any, **_: Any) -> list[float]:
+    """Pays for something else, and for every text."""
+    return [len(text) / 8 for text in completions]
+
+
+def ended(accelerator: Any) -> str:
+    """With what a run ends in which nothing can be judged; two of three times for lack of memory."""
+    grader = Sometimes()
+    unscored = UngradedFilter(accelerator, [grader])
+    reasons = ["no process"] if accelerator.process_index == 0 else ["no memory"] * 2
+    grader.latest = [Verdict(None, "program", f"unscored: {reason}") for reason in reasons]
+    batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
+    for _ in range(2):  # training may go on in the same process, and ends again
+        with pytest.raises(NothingJudgedError) as error:
+            for _ in range(3):
+                unscored.count_verdicts()
+                unscored.observe(torch.full((4, 1), torch.nan))
+                unscored.without(batch, Conversations(accelerator).of_rows)
+    return str(error.value)
+
+
+def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
+    """A rollout and an evaluation in which some completions cannot be judged, and runs in which none can."""
+    evaluation = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
+    trainer = make(reward_funcs=[Sometimes(), form], **tiny.halved(SETTINGS), **evaluation)
+    rollout = tiny.rolled_out(trainer)
+    logs = {name: list(trainer._logs[name]) for name in ("completion", "advantages")}
+    metrics = dict(trainer._metrics["train"])
+    evaluated = trainer.evaluate()
+    left_nothing = []
+    for tokens in (trainer.accelerator.process_index, 0):  # of another process, and of none
+        trainer.ungraded.count({"completion_mask": torch.tensor([tokens])})
+        left_nothing.append(trainer.ungraded.left_nothing())
+    return {
+        "rollout": tiny.tensors(rollout),
+        "metrics": metrics,
+        "logs": logs,
+        "evaluated": {name: value for name, value in evaluated.items() if isinstance(value, float)},
+        "left_nothing": left_nothing,
+        "ended": ended(trainer.accelerator),
+        "answers": [verdict.answer for verdict in trainer.eval_metrics._verdicts],
+    }
+
+
+class Never(Grader):
+    """Nothing can be judged."""
+
+    def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
+        return [Verdict(None, text, "unscored: no process is left") for text in completions]
+
+
+class InTurn(Grader):
+    """Judges a rollout or not, one after the other, by a pattern."""
+
+    def __init__(self, *judges: bool) -> None:
+        self._judges = list(judges)
+
+    def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
+        judges = self._judges.pop(0)
+        return [Verdict(success(text) if judges else None, text, "unscored: no process") for text in completions]
+
+
+def shy(completions: Any, **_: Any) -> list[float | None]:
+    """An ordinary function that says nothing of some texts."""
+    return [None if stuck(text) else success(text) for text in completions]
+
+
+def make_one(make: tiny.Maker, **settings: Any) -> Any:
+    return make(**{"reward_funcs": [Sometimes(), form], **SETTINGS, **settings})
+
+
+def part(rollout: dict[str, Any], chosen: torch.Tensor) -> dict[str, Any]:
+    """Some rows of a rollout."""
+
+    def of(value: Any) -> Any:
+        if torch.is_tensor(value):
+            return value[chosen] if value.ndim else value
+        return list(compress(value, chosen))
+
+    return {name: of(value) for name, value in rollout.items()}
+
+
+def expected_advantages(completions: list[str]) -> torch.Tensor:
+    """GRPO's, over those of a group that were judged, from success and form together."""
+    rewards = torch.tensor([NAN if stuck(text) else success(text) + len(text) / 8 for text in completions])
+    advantages = torch.zeros(len(completions))
+    for start in range(0, len(completions), GROUP):
+        judged = start + (~rewards[start : start + GROUP].isnan()).nonzero().flatten()
+        own = rewards[judged]
+        if len(own) > 1:
+            advantages[judged] = (own - own.mean()) / (own.std() + 1e-4)
+    return advantages
+
+
+def test_whose_none_means_that_a_row_could_not_be_judged():
+    accelerator: Any = SimpleNamespace()
+    assert leaves_unscored(Never()) and not leaves_unscored(shy)
+    share = passed_fraction(CodeGrader(workers=1, sandbox=lambda *_, **__: []))
+    assert leaves_unscored(share)
+    rewards = torch.tensor([[1.0, 0.5, NAN], [NAN, 0.5, 0.0], [0.0, NAN, 1.0]])
+    unscored = UngradedFilter(accelerator, [Never(), shy, form])
+    assert unscored.rows(rewards).tolist() == [False, True, False]
+    assert unscored.excluded(rewards).isnan().tolist() == [[False, False, True], [True] * 3, [False, True, False]]
+    assert unscored.metrics(rewards) == {"rewards/unscored": pytest.approx(1 / 3)}
+    without = UngradedFilter(accelerator, [shy, form])
+    assert torch.equal(without.excluded(rewards[:, 1:]).isnan(), rewards[:, 1:].isnan())
+    assert without.metrics(rewards[:, 1:]) == {}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_row_that_could_not_be_judged_is_in_no_baseline_and_no_loss(make, loss_type):
+    trainer = make_one(make, loss_type=loss_type)
+    rollout = tiny.rolled_out(trainer)
+    completions = list(trainer._logs["completion"])
+    rows = torch.tensor([stuck(text) for text in completions])
+    assert 0 < rows.sum() < len(rows) - GROUP, "nothing to leave out, or to keep"
+    torch.testing.assert_close(rollout["advantages"], expected_advantages(completions), rtol=1e-4, atol=1e-4)
+    mask = rollout["completion_mask"] * rollout["tool_mask"]
+    assert not mask[rows].any() and (rollout["tool_mask"][~rows] == 1).all()
+    assert rollout["completion_mask"][rows].any(1).all(), "the model still reads what it has written"
+    assert float(rollout["num_items_in_batch"]) == float(mask.sum())
+    metrics = trainer._metrics["train"]
+    assert metrics["rewards/unscored"] == [pytest.approx(float(rows.float().mean()))]
+    kept = [text for text in completions if not stuck(text)]
+    assert metrics["rewards/success/mean"] == [pytest.approx(sum(map(success, kept)) / len(kept))]
+
+
+def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make):
+    trainer, stock = (make_one(maker, reward_funcs=[shy, form]) for maker in (make, make))
+    rollout = tiny.rolled_out(trainer)
+    assert any(stuck(text) for text in trainer._logs["completion"])
+    assert "tool_mask" not in rollout and "rewards/unscored" not in trainer._metrics["train"]
+    stock.__class__ = type(stock).__mro__[1]
+    expected = tiny.rolled_out(stock)
+    torch.testing.assert_close(rollout["advantages"], expected["advantages"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1, "loss_type": "grpo"},
+        {"surrogate": "clip"},
+        {"surrogate": "kl_penalty"},
+        {"constraint": "sequence"},
+        {"constraint": "sequence", "loss_type": "dr_grpo"},
+        {"constraint": "sequence", "scale_rewards": "batch"},
+        {"advantage_estimator": "rloo"},
+        {"advantage_estimator": "reinforce_plus_plus", "num_generations": 6},
+        {"advantage_estimator": "gae"},
+        {"entropy_coef": 0.1},
+        {"importance_sampling_level": "sequence", "beta": 0.1},
+        {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
+        {"top_entropy_quantile": 0.5, "loss_type": "bnpo"},
+    ],
+    ids=str,
+)
+def test_only_what_was_judged_moves_the_model_and_as_without_the_rest(make, settings):
+    trainer = make_one(make, kl_bound=0.01, **{"loss_type": "dapo", **settings})
+    trainer.current_gradient_accumulation_steps = 1
+    rollout = tiny.rolled_out(trainer)
+    tiny.move(trainer.model, 0.1)
+    judged = torch.tensor([not stuck(text) for text in trainer._logs["completion"]])
+    _, found = tiny.loss_and_gradients(trainer, rollout)
+    _, expected = tiny.loss_and_gradients(trainer, part(rollout, judged))
+    # These divide by the number of completions, and the others weigh what they always do.
+    share = float(judged.float().mean()) if trainer.loss_type in ("grpo", "dr_grpo") else 1.0
+    assert 0 < judged.sum() < len(judged) and any(gradient.any() for gradient in expected.values())
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, share * expected[name], rtol=1e-4, atol=1e-5)
+    if settings.get("entropy_coef", 0) == 0:
+        loss, gradients = tiny.loss_and_gradients(trainer, part(rollout, ~judged))
+        assert loss == 0.0 and not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged", "moved"),
+    [
+        ({}, [True, False, True], [True, True, False, False, True, True]),
+        ({"advantage_estimator": "gae"}, [True, False, True], [True, True, False, False, True, True]),
+        # An update of one rollout that was judged and one that was not.
+        ({"gradient_accumulation_steps": 4}, [True, False, False, True], [True, True]),
+    ],
+    ids=["group", "gae", "accumulated"],
+)
+def test_an_update_of_nothing_judged_leaves_weights_and_momentum_as_they_are(make, settings, judged, moved):
+    weights: list[dict[str, torch.Tensor]] = []
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            weights.append(state())
+
+    def state() -> dict[str, torch.Tensor]:
+        critic = trainer.advantages.critic
+        parts: dict[Any, Any] = {"policy": trainer.model.state_dict()}
+        parts |= {"critic": critic.model.state_dict()} if critic else {}
+        parts |= trainer.optimizer.state_dict()["state"]
+        return {f"{part} {name}": value.clone() for part, entry in parts.items() for name, value in entry.items()}
+
+    steps = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
+    trainer = make(reward_funcs=[InTurn(*judged)], callbacks=[Keep()], **steps, **settings)
+    trainer.create_optimizer()
+    weights.append(state())
+    trainer.train()
+    changes = [
+        any(name not in old or not torch.equal(old[name], new[name]) for name in new) for old, new in pairwise(weights)
+    ]
+    assert changes == moved
+
+
+def test_where_nothing_can_be_judged_any_more_training_ends(make):
+    trainer = make(reward_funcs=[Never(), form], max_steps=8, beta=0.1, advantage_estimator="rloo")
+    before = tiny.parameters(trainer.model)
+    message = "nothing could be judged in 3 rollouts in a row, most often because of: no process is left"
+    with pytest.raises(NothingJudgedError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 4  # of two rollouts
+    assert tiny.logged(trainer, "rewards/unscored") == [1.0, 1.0]
+    assert not tiny.changed(before, trainer.model)
+
+
+JUDGED, WRONG = Verdict(0.0, "program", "wrong answer"), Verdict(0.0, None, "no program")
+STUCK, OTHER = (Verdict(None, "program", f"unscored: {reason}") for reason in ("no memory", "no process"))
+
+
+def roll_out(unscored: UngradedFilter, *verdicts: Sequence[Verdict]) -> None:
+    """A rollout, judged by one grader after the other."""
+    for grader, own in zip(unscored._graders, verdicts, strict=True):
+        grader.latest = own
+    rewards = [[NAN if each.score is None else each.score for each in row] for row in zip(*verdicts, strict=True)]
+    unscored.count_verdicts()
+    unscored.observe(torch.tensor(rewards))
+    rows = len(rewards)
+    rollout = {"completion_mask": torch.ones(rows, 2), "num_items_in_batch": torch.tensor(2.0 * rows)}
+    unscored.without(rollout, Conversations(ACCELERATOR).of_rows)
+
+
+ACCELERATOR: Any = SimpleNamespace(
+    process_index=0, num_processes=1, is_main_process=True, reduce=lambda tensor, **_: tensor
+)
+
+
+@pytest.mark.parametrize(
+    "hopeless",
+    [
+        ([STUCK, OTHER, STUCK],),
+        # What has no program is wrong, and says nothing about the machine.
+        ([WRONG, STUCK, WRONG, OTHER, STUCK],),
+        # Of no use if another grader still works.
+        ([JUDGED, JUDGED, WRONG], [STUCK, STUCK, WRONG]),
+    ],
+    ids=["all", "all with a program", "by one of two"],
+)
+def test_three_rollouts_in_a_row_without_a_verdict_end_a_run(hopeless):
+    unscored = UngradedFilter(ACCELERATOR, [Never() for _ in hopeless])
+    better = tuple([*verdicts[:-1], JUDGED] for verdicts in hopeless)
+    for rollout in [hopeless, hopeless, better, hopeless, hopeless]:
+        roll_out(unscored, *rollout)
+    with pytest.raises(NothingJudgedError, match="because of: no memory"):
+        roll_out(unscored, *hopeless)
+
+
+def test_a_function_that_keeps_no_verdicts_ends_a_run_too(make):
+    def share(completions: Any, **_: Any) -> list[None]:
+        return [None for _ in completions]
+
+    vars(share)["grader"] = Never()
+    trainer = make(reward_funcs=[share], max_steps=8)
+    with pytest.warns(UserWarning, match="8 of 8"), pytest.raises(NothingJudgedError, match="does not say why"):
+        trainer.train()
+
+
+def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely(recwarn):
+    unscored = UngradedFilter(ACCELERATOR, [Never()])
+    for _ in range(9):
+        roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])
+        roll_out(unscored, [JUDGED, WRONG])
+    text = "2 of 4 completions of a rollout could not be judged and are left out, most often because of: no memory."
+    said = [str(warning.message) for warning in recwarn]
+    assert [each.startswith(text) for each in said] == [True] * 4
+    assert [each.rpartition(" ")[2] for each in said] == ["1", "2", "4", "8"]
+    for _ in range(4):  # the only answer is judged, so training goes on
+        roll_out(unscored, [JUDGED, Verdict(None, None, "unscored: no memory")])
+
+
+def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
+    trainer = make_one(make, resampling_rounds=2)
+    rollout = tiny.rolled_out(trainer)
+    rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+    assert rows.any() and not (rollout["completion_mask"] * rollout["tool_mask"])[rows].any()
+    assert (rollout["advantages"][rows] == 0).all()
+    (share,) = trainer._metrics["train"]["rewards/unscored"]
+    assert 0 < share < 1
+
+
+def test_another_task_is_judged_by_its_own_functions(make):
+    held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
+    trainer = make_one(make, reward_funcs=[form, Sometimes()], eval_strategy="steps", eval_steps=2, **held_out)
+    assert "eval_rewards/unscored" not in judged_by(trainer, [shy], None).evaluate()
+    assert judged_by(trainer, [Never()], None).evaluate()["eval_rewards/unscored"] == 1.0
+    assert 0 < trainer.evaluate()["eval_rewards/unscored"] < 1
+
+
+def test_two_processes_agree_on_what_is_left_out(left_by_two):
+    found = left_by_two("ddp", "unscored")
+    completions = found[0]["logs"]["completion"]
+    rows = torch.tensor([stuck(text) for text in completions])
+    assert rows.any() and not rows.all()
+    mask = torch.cat([(one["rollout"]["completion_mask"] * one["rollout"]["tool_mask"]).any(1) for one in found])
+    assert mask.tolist() == (~rows).tolist()
+    advantages = torch.cat([one["rollout"]["advantages"] for one in found])
+    torch.testing.assert_close(advantages, expected_advantages(completions), rtol=1e-4, atol=1e-4)
+    tokens = sum((one["rollout"]["completion_mask"] * one["rollout"]["tool_mask"]).sum() for one in found)
+    for one in found:
+        assert float(one["rollout"]["num_items_in_batch"]) == float(tokens)
+        assert one["metrics"]["rewards/unscored"] == [pytest.approx(float(rows.float().mean()))]
+        kept = [text for text in one["answers"] if not stuck(text)]
+        assert one["evaluated"]["eval_rewards/unscored"] == pytest.approx(1 - len(kept) / len(one["answers"]))
+        assert one["evaluated"]["eval_rewards/success/mean"] == pytest.approx(sum(map(success, kept)) / len(kept))
+    assert [one["left_nothing"] for one in found] == [[False, True]] * 2
+    for one in found:
+        assert "3 rollouts in a row, most often because of: no memory" in one["ended"]
+    names = [name for name in found[0]["evaluated"] if "success" in name or "pass@" in name or "unscored" in name]
+    assert len(names) >= 4 and len({tuple(one["evaluated"][name] for name in names) for one in found}) == 1

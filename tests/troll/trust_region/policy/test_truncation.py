@@ -1,0 +1,457 @@
+"""Policies of truncated sampling: kept sets, and everything that is computed on them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import logits_process
+
+import troll
+from tests.tolerance import within
+from tests.troll.trust_region import reference
+from tests.troll.trust_region.policy.policies import assert_identical
+from troll import PackedPolicy, SparsePolicy, Truncation
+from troll.trust_region.metrics import step_tally
+from troll.trust_region.policy.serialized import from_records, to_records
+from troll.trust_region.reading.capture import capture_kept
+from troll.trust_region.step import PULLS, common_outcomes
+
+SIZE = 40
+TRUNCATIONS = [
+    Truncation(top_k=5),
+    Truncation(top_p=0.8),
+    Truncation(min_p=0.1),
+    Truncation(top_k=7, top_p=0.9, min_p=0.05),
+    Truncation(top_p=0.9, min_p=0.1, min_p_first=True),
+    Truncation(top_k=7, top_p=0.9, min_p=0.05, min_p_first=True, ties="exact"),
+    Truncation(top_k=1),
+    Truncation(),
+]
+
+
+def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sampled_from(logits: torch.Tensor, truncation: Truncation, seed: int = 0) -> torch.Tensor:
+    """Tokens of the kept sets, any of them with the same chance."""
+    generator = np.random.default_rng(seed)
+    rows = logits.reshape(-1, SIZE).numpy()
+    drawn = [generator.choice(reference.kept_set(row, **dataclasses.asdict(truncation))) for row in rows]
+    return torch.tensor(np.array(drawn)).view(logits.shape[:-1])
+
+
+def captured(logits: torch.Tensor, truncation: Truncation, **more: Any) -> SparsePolicy:
+    return troll.capture(logits, sampled_from(logits, truncation), top_k=SIZE, truncation=truncation, **more)
+
+
+#: Scores of up to 24 tokens: few different ones make ties, more make none.
+SCORES = st.lists(st.integers(-6, 6), min_size=2, max_size=24) | st.lists(
+    st.integers(-128, 128), min_size=2, max_size=12, unique=True
+)
+SETTINGS: tuple[Any, ...] = (st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 1), st.booleans())
+TIES = ("all", "exact")
+
+
+def settled(scores: list[int], *settings: Any, ties: str = "all") -> list[int]:
+    """The reference's kept set of scores in quarters; the example is thrown away if rounding decides."""
+    top_k, top_p, min_p, min_p_first = settings
+    logits = np.array(scores) / 4
+    sets = [
+        reference.kept_set(logits, top_k, min(1.0, top_p + shift), min(1.0, max(0.0, min_p + shift)), min_p_first, ties)
+        for shift in (-1e-9, 0.0, 1e-9)
+    ]
+    assume(sets[0] == sets[1] == sets[2])
+    return sets[1]
+
+
+def warped(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, min_p_first: bool) -> torch.Tensor:
+    """The scores of transformers' own processors; min-p first is vLLM's order."""
+    scores = logits
+    for wanted, warper, value in (
+        (min_p_first and min_p > 0, MinPLogitsWarper, min_p),
+        (top_k > 0, TopKLogitsWarper, top_k),
+        (top_p < 1, TopPLogitsWarper, top_p),
+        (min_p > 0, MinPLogitsWarper, min_p),
+    ):
+        scores = warper(value)(None, scores) if wanted else scores  # type: ignore[arg-type]
+    return scores
+
+
+@pytest.fixture
+def stable_sort(monkeypatch):
+    """torch's sort on a GPU, of a whole vocabulary. That on a CPU puts ties in any order."""
+    monkeypatch.setattr(logits_process.torch, "sort", functools.partial(torch.sort, stable=True))
+
+
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SCORES, *SETTINGS)
+def test_truncation_keeps_what_transformers_keeps(stable_sort, scores, top_k, top_p, min_p, min_p_first):
+    expected = settled(scores, top_k, top_p, min_p, min_p_first)
+    logits = torch.tensor([scores], dtype=torch.float64) / 4
+    processed = warped(logits, top_k, top_p, min_p, min_p_first)
+    policy = troll.capture(logits, logits.argmax(-1), top_k=len(scores), mass_threshold=0)
+    kept = policy.token_ids[Truncation(top_k, top_p, min_p, min_p_first).kept(policy)].tolist()
+    assert kept == expected
+    assert sorted(kept) == (processed[0] > -torch.inf).nonzero().flatten().tolist()
+
+
+@settings(deadline=None, derandomize=True)
+@given(SCORES, *SETTINGS, st.integers(0, 2**31), st.integers(1, 24))
+def test_captured_token_has_the_probability_that_transformers_drew_it_with(
+    scores, top_k, top_p, min_p, min_p_first, seed, slots
+):
+    """Whichever tokens of a tie an unstable sort keeps, and wherever the slots of the capture end."""
+    settled(scores, top_k, top_p, min_p, min_p_first)
+    logits = torch.tensor([scores], dtype=torch.float64) / 4
+    processed = warped(logits, top_k, top_p, min_p, min_p_first).log_softmax(-1)
+    token = torch.multinomial(processed.exp(), 1, generator=torch.Generator().manual_seed(seed)).squeeze(-1)
+    truncation = Truncation(top_k, top_p, min_p, min_p_first)
+    policy, added = capture_kept(troll.Logits(logits), token, slots, truncation)
+    assert not added.any()
+    own = processed[0][processed[0] > -torch.inf].sort(descending=True).values
+    torch.testing.assert_close(policy.log_prob, processed[0, token], rtol=0, atol=1e-12)
+    torch.testing.assert_close(policy.log_probs[0, policy.used[0]], own, rtol=0, atol=1e-12)
+
+
+@settings(deadline=None, derandomize=True)
+@given(SCORES, *SETTINGS, st.sampled_from(TIES), st.data(), st.integers(1, 24))
+def test_capture_takes_any_token_of_a_tie_and_keeps_as_many(
+    scores, top_k, top_p, min_p, min_p_first, ties, data, slots
+):
+    expected = settled(scores, top_k, top_p, min_p, min_p_first, ties=ties)
+    edge = min(scores[token] for token in expected)
+    token = data.draw(st.sampled_from([token for token, score in enumerate(scores) if score >= edge]))
+    logits = torch.tensor([scores], dtype=torch.float64) / 4
+    truncation = Truncation(top_k, top_p, min_p, min_p_first, ties)
+    policy, added = capture_kept(troll.Logits(logits), torch.tensor([token]), slots, truncation)
+    found = policy.token_ids[0, policy.used[0]].tolist()
+    assert not added.any() and found[int(policy.slot)] == token
+    assert [scores[each] for each in found] == [scores[each] for each in expected]
+    if token in expected:
+        assert found == expected
+    else:  # it takes the place of one that is as likely
+        assert len(set(found) - set(expected)) == 1
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        (Truncation(top_p=0.5), [0, 4]),
+        (Truncation(top_p=0.5, ties="exact"), [0, 1]),
+        (Truncation(top_k=2), [0, 1, 2, 3, 4]),
+        (Truncation(top_k=2, ties="exact"), [0, 1]),
+        (Truncation(top_k=3, top_p=0.6, ties="exact"), [0, 1]),
+        (Truncation(min_p=0.3), [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6])
+def test_edge_within_a_tie_is_that_of_the_sampler(truncation, kept, slots):
+    logits = torch.tensor([[0.397, 0.146, 0.146, 0.146, 0.146, 0.02]]).log()
+    found = troll.capture(logits, torch.tensor([0]), top_k=slots, truncation=truncation)
+    assert found.token_ids[found.used].tolist() == kept
+    for token in range(1, 5):
+        mass = 0.397 + (len(kept) - 1) * 0.146
+        found, added = capture_kept(troll.Logits(logits), torch.tensor([token]), slots, truncation)
+        assert int(found.used.sum()) == len(kept) and not added.any()
+        assert float(found.log_prob.exp()) == pytest.approx(0.146 / mass, rel=1e-6)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 41])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.31, 0.0), (2, 0.31, 0.0), (2, 0.31, 0.05), (2, 0.9, 0.09), (9, 0.31, 0.0)]
+)
+def test_tie_of_many_tokens_counts_where_top_p_takes_its_share(top_k, top_p, min_p, slots):
+    """Top-k keeps the whole tie, and top-p few of it: what a capture holds of the tie may be more than top-p keeps."""
+    logits = torch.tensor([[0.2, *[0.02] * 40]]).log()
+    processed = warped(logits, top_k, top_p, min_p, min_p_first=False).log_softmax(-1)[0]
+    kept = processed > -torch.inf
+    for token in (0, 40):
+        policy = troll.capture(logits, torch.tensor([token]), top_k=slots, truncation=Truncation(top_k, top_p, min_p))
+        assert int(policy.used.sum()) == int(kept.sum()) > 1
+        own = processed[0] if token == 0 else processed[kept][-1]
+        torch.testing.assert_close(policy.log_prob[0], own, rtol=0, atol=within(1e-6))
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_capture_is_renormalised_on_kept_set(truncation):
+    logits = random_logits(3, 4)
+    old = captured(logits, truncation)
+    assert old.truncated and bool((old.outcomes[..., -1] == -torch.inf).all())
+    torch.testing.assert_close(old.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
+    slots = old.view((12,))
+    for row, ids, log_probs, cut in zip(
+        logits.view(-1, SIZE), slots.token_ids, slots.log_probs, slots.tail_log_prob, strict=True
+    ):
+        kept = reference.kept_set(row.numpy(), **dataclasses.asdict(truncation))
+        assert ids[: len(kept)].tolist() == kept and bool((ids[len(kept) :] == -1).all())
+        whole = reference.log_softmax(row.numpy())
+        np.testing.assert_allclose(1 - np.exp(cut.item()), np.exp(whole[kept]).sum(), rtol=0, atol=1e-12)
+        expected = reference.log_softmax(row.numpy()[kept])
+        np.testing.assert_allclose(log_probs[: len(kept)].numpy(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_policies_have_ratio_one_and_the_sampler_s_ratio_is_not_the_raw_one(truncation, dtype):
+    logits = random_logits(64).to(dtype)
+    old = captured(logits.double(), truncation).to(dtype)
+    step = troll.trust_region_step(logits, old)
+    limit = 4 * torch.finfo(dtype).eps * float(torch.logsumexp(logits, -1).abs().clamp(min=1).max()) * 4
+    assert float(step.log_ratio.abs().max()) <= limit
+    assert not step.projected.any()
+    raw = logits.log_softmax(-1).gather(-1, old.token_ids.gather(-1, old.slot[:, None])).squeeze(-1)
+    torch.testing.assert_close(step.log_prob, raw)
+    assert step.kept_log_mass is not None
+    kept = old.used.sum(-1) < SIZE
+    assert bool((step.kept_log_mass[kept] < 0).all())
+
+
+def masses(before: np.ndarray, after: np.ndarray, inside: np.ndarray, pull: Any) -> reference.StepRow:
+    """The reference's step on two outcomes: the kept tokens, where `inside` is true, and all others."""
+    old, new = (
+        np.array([reference.log_sum_exp(reference.log_softmax(row)[part]) for part in (inside, ~inside)])
+        for row in (before, after)
+    )
+    two = reference.OldRow(
+        ids=[0, 1], log_probs=old, tail_log_prob=-np.inf, slot=0, size=2, mass_threshold=0.0, vocabulary=2
+    )
+    return reference.step(new, two, 0.02, pull)
+
+
+@pytest.mark.parametrize("pull", PULLS)
+@pytest.mark.parametrize("truncation", TRUNCATIONS[:4])
+def test_step_is_that_of_the_reference_on_the_kept_set(truncation, pull):
+    before, after = random_logits(24), random_logits(24) + 0.15 * random_logits(24, seed=1)
+    old = captured(before, truncation)
+    after.requires_grad_()
+    step = troll.trust_region_step(after, old, 0.02, pull=pull)
+    assert step.kept_log_mass is not None
+    (step.log_ratio + 2 * step.regression + 3 * step.kept_log_mass).sum().backward()
+    assert after.grad is not None
+    assert step.projected.any() and not step.projected.all()
+    for i in range(24):
+        kept = old.token_ids[i][old.used[i]].tolist()
+        own = reference.OldRow(
+            ids=list(range(len(kept))),
+            log_probs=reference.log_softmax(before[i].numpy()[kept]),
+            tail_log_prob=-np.inf,
+            slot=int(old.slot[i]),
+            size=len(kept),
+            mass_threshold=0.0,
+            vocabulary=len(kept),
+        )
+        row = after[i].detach().numpy()
+        expected = reference.step(row[kept], own, 0.02, pull)
+        for name in ("log_ratio", "kl_before", "kl_after", "multiplier", "projected"):
+            assert getattr(step, name)[i].item() == pytest.approx(getattr(expected, name), abs=1e-9), name
+        log_probs, inside = reference.log_softmax(row), np.isin(np.arange(SIZE), kept)
+        mass = reference.log_sum_exp(log_probs[kept])
+        of_mass = masses(before[i].numpy(), row, inside, pull)
+        assert step.regression[i].item() == pytest.approx(expected.regression + of_mass.regression, abs=1e-9)
+        assert step.kept_log_mass[i].item() == pytest.approx(mass, abs=1e-12)
+        assert step.log_prob[i].item() == pytest.approx(log_probs[kept[own.slot]], abs=1e-12)
+        gradient = -3 * np.exp(log_probs)
+        gradient[kept] += expected.log_ratio_gradient + 2 * expected.regression_gradient
+        gradient[kept] += 3 * np.exp(log_probs[kept] - mass)
+        for outcome, part in enumerate((inside, ~inside)):
+            within_part = np.where(part, np.exp(log_probs - reference.log_sum_exp(log_probs[part])), 0.0)
+            gradient += 2 * of_mass.regression_gradient[outcome] * (within_part - np.exp(log_probs))
+        np.testing.assert_allclose(after.grad[i].numpy(), gradient, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("pull", PULLS)
+def test_triton_path_gives_the_step_of_torch(monkeypatch, pull):
+    pytest.importorskip("triton")
+    before = random_logits(6).float()
+    after = (before + 0.5 * random_logits(6, seed=1).float()).requires_grad_()
+    tokens = sampled_from(before.double(), Truncation(top_k=6, top_p=0.9))
+    found, gradients = {}, {}
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("TROLL_KERNELS", kernels)
+        old = troll.capture(before, tokens, top_k=8, truncation=Truncation(top_k=6, top_p=0.9))
+        step = troll.trust_region_step(after, old, 0.02, pull=pull)
+        assert step.projected.any() and step.kept_log_mass is not None
+        (gradients[kernels],) = torch.autograd.grad(
+            (step.log_ratio + step.regression + step.kept_log_mass).sum(), after
+        )
+        found[kernels] = step
+    for name, value in vars(found["torch"]).items():
+        if value is not None:
+            torch.testing.assert_close(getattr(found["triton"], name), value, rtol=1e-4, atol=within(1e-5))
+    torch.testing.assert_close(gradients["triton"], gradients["torch"], rtol=1e-3, atol=within(1e-5))
+
+
+def test_common_outcomes_are_on_the_kept_set():
+    old = captured(random_logits(5), Truncation(top_k=5))
+    new = troll.log_probs_at(random_logits(5, seed=1), old.token_ids)
+    outcomes = common_outcomes(new, old)
+    assert not outcomes.present[:, -1].any()
+    torch.testing.assert_close(outcomes.new.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+
+
+def test_sampled_token_outside_the_kept_set_is_added():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]], dtype=torch.float64)
+    old = troll.capture(logits, torch.tensor([3]), top_k=5, truncation=Truncation(top_k=2))
+    assert old.token_ids.tolist() == [[0, 1, 3]] and old.slot.tolist() == [2]
+    torch.testing.assert_close(old.log_probs[0, :3], logits[0, [0, 1, 3]].log_softmax(-1))
+
+
+def test_capture_takes_single_position():
+    logits = random_logits()
+    old = captured(logits, Truncation(top_k=5))
+    assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("top_k", [1, 3, SIZE])
+def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
+    logits = random_logits(20, scale=1.0)
+    tokens = sampled_from(logits, truncation)
+    found = troll.capture(logits, tokens, top_k=top_k, truncation=truncation)
+    sets = [reference.kept_set(row, **dataclasses.asdict(truncation)) for row in logits.numpy()]
+    assert found.top_k == max(map(len, sets))
+    for ids, kept in zip(found.token_ids.tolist(), sets, strict=True):
+        assert sorted(token for token in ids if token >= 0) == sorted(kept)
+
+
+@pytest.mark.parametrize("kind", ["logits", "rows", "head", "head rows", "policy"])
+def test_kept_sets_of_every_source_are_those_of_its_logits(kind):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (30, SIZE))
+    logits, rows, truncation = hidden @ weight.t(), torch.arange(29, -1, -2), Truncation(top_p=0.8)
+    at = rows if "rows" in kind else torch.arange(30)
+    source: Any = {
+        "logits": troll.Logits(logits),
+        "rows": troll.Logits(logits, rows=rows),
+        "head": troll.LMHead(hidden, weight),
+        "head rows": troll.LMHead(hidden, weight, rows=rows),
+        "policy": troll.log_probs_at(logits, torch.arange(SIZE).expand(30, SIZE)),
+    }[kind]
+    tokens = sampled_from(logits[at], truncation)
+    found = troll.capture(source, tokens, top_k=2, truncation=truncation)
+    expected = troll.capture(logits[at], tokens, top_k=SIZE, truncation=truncation)
+    assert found.top_k == expected.top_k > 8
+    for name in ("token_ids", "slot"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    for name in ("log_probs", "tail_log_prob"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed", "stacked", "records"])
+def test_truncated_policies_of_unequal_slots_are_joined(form):
+    wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))
+    if form == "padded":
+        joined = SparsePolicy.cat([narrow, wide])
+    elif form == "packed":
+        joined = PackedPolicy.cat([PackedPolicy.of(narrow), PackedPolicy.of(wide)]).unpack()
+    elif form == "stacked":
+        joined = PackedPolicy.stack([*PackedPolicy.of(narrow).unbind(), *PackedPolicy.of(wide).unbind()]).unpack()
+    else:
+        records = [
+            *to_records(PackedPolicy.of(narrow.view((6,))), [6]),
+            *to_records(PackedPolicy.of(wide.view((6,))), [6]),
+        ]
+        joined = from_records(records).unpack().view((4, 3))
+    assert joined.top_k == 7
+    assert_identical(joined[2:], wide)
+    assert torch.equal(joined.token_ids[:2, :, :2], narrow.token_ids) and bool(
+        (joined.token_ids[:2, :, 2:] == -1).all()
+    )
+    assert torch.equal(joined.log_probs[:2, :, :2], narrow.log_probs)
+    assert torch.equal(joined.log_prob[:2], narrow.log_prob)
+
+
+def test_policy_read_at_too_few_tokens_is_refused():
+    logits, tokens = random_logits(4), torch.zeros(4, dtype=torch.long)
+    few = troll.log_probs_at(logits, torch.arange(6).expand(4, 6))
+    with pytest.raises(ValueError, match="source must hold all tokens that the sampler keeps, and was read at fewer"):
+        troll.capture(few, tokens, truncation=Truncation(top_p=0.9))
+
+
+def test_rows_that_are_no_distribution_stay_nan():
+    logits = random_logits(3)
+    logits[1, 4] = torch.nan
+    old = troll.capture(logits, torch.zeros(3, dtype=torch.long), top_k=SIZE, truncation=Truncation(top_p=0.8))
+    assert old.log_prob.isnan().tolist() == [False, True, False]
+    step = troll.trust_region_step(random_logits(3, seed=1), old)
+    assert step.log_ratio.isnan().tolist() == [False, True, False]
+
+
+def test_a_row_that_is_no_distribution_keeps_its_first_token():
+    policy = troll.capture(torch.full((1, 3), torch.nan), torch.tensor([0]), top_k=3, mass_threshold=0)
+    assert Truncation(top_p=0.8).kept(policy).tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("cut_is_known", [True, False])
+def test_step_counts_new_policy_that_is_no_distribution_outside_kept_set(monkeypatch, kernels, broken, cut_is_known):
+    old = captured(random_logits(3).float(), Truncation(top_k=5))
+    if not cut_is_known:
+        old = dataclasses.replace(old, tail_log_prob=torch.full_like(old.tail_log_prob, -torch.inf))
+    logits = random_logits(3, seed=1).float()
+    outside = next(token for token in range(SIZE) if token not in old.token_ids[1].tolist())
+    logits[1, outside] = broken
+    logits.requires_grad_()
+    monkeypatch.setenv("TROLL_KERNELS", kernels)
+    step = troll.trust_region_step(troll.Logits(logits), old, entropy=True)
+    for name, values in vars(step).items():
+        assert name in ("projected", "scored") or values.isnan().tolist() == [False, True, False], name
+    assert step_tally(step, torch.ones(3)).values()["nonfinite"] == 1
+    (step.log_ratio + step.regression)[[0, 2]].sum().backward()
+    assert logits.grad is not None and bool((logits.grad[1] == 0).all())
+
+
+def test_capture_top_takes_an_engine_s_kept_set():
+    logits, truncation = random_logits(6), Truncation(top_p=0.8)
+    expected = captured(logits, truncation)
+    ids, entries = expected.token_ids, expected.log_probs
+    tokens = expected.token_ids.gather(-1, expected.slot[:, None]).squeeze(-1)
+    found = troll.capture_top(ids, entries, tokens, expected.log_prob, SIZE, top_k=SIZE, truncated=True)
+    assert found.truncated
+    found = dataclasses.replace(
+        found, token_ids=found.token_ids[:, : expected.top_k], log_probs=found.log_probs[:, : expected.top_k]
+    )
+    for name in ("token_ids", "log_probs", "slot"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
+    # It does not say how much the sampler cut, so the pull has no part of it.
+    assert bool((found.tail_log_prob == -torch.inf).all())
+    new = troll.log_probs_at(random_logits(6, seed=1), found.token_ids)
+    on_kept = dataclasses.replace(found, truncated=False)
+    assert torch.equal(
+        troll.trust_region_step(new, found).regression, troll.trust_region_step(new.without_tail(), on_kept).regression
+    )
+    with pytest.raises(ValueError, match=r"all that the sampler could draw, at most top_k=40 tokens"):
+        troll.capture_top(ids[:, :1], entries[:, :1], tokens, expected.log_prob - 9, SIZE, top_k=SIZE, truncated=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("top_k", -1), ("top_k", 1.5), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2)]
+)
+def test_truncation_refuses_settings_outside_their_ranges(setting, value):
+    with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
+        Truncation(**{setting: value})
+    Truncation(top_p=1.0, min_p=1.0)
+    with pytest.raises(ValueError, match="ties must be one of all, exact, got 'some'"):
+        Truncation(ties="some")  # type: ignore[arg-type]
+
+
+def test_project_compares_nothing_outside_a_kept_set() -> None:
+    logits = torch.randn(7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moved = logits + torch.randn(7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    old = troll.capture(logits, torch.zeros(7, dtype=torch.int64), truncation=Truncation(top_p=0.7))
+    same = troll.project(troll.log_probs_at(logits, old.token_ids), old)
+    assert same.kl_before.abs().max() < 1e-12 and not same.projected.any()
+    found = troll.project(troll.log_probs_at(moved, old.token_ids), old)
+    step = troll.trust_region_step(moved, old)
+    assert found.projected.any()
+    for name in ("kl_before", "kl_after", "multiplier"):
+        torch.testing.assert_close(getattr(found, name), getattr(step, name), rtol=1e-9, atol=1e-12)

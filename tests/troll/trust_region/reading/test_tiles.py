@@ -1,0 +1,110 @@
+"""What torch does with one tile, of any part of the logits: transform, select, read, gradient."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.troll.trust_region import reference
+from tests.troll.trust_region.cases import tensor
+from tests.troll.trust_region.reading.sources import TRANSFORMS, plainly
+from troll.trust_region.reading.tiles import NO_TOKEN, Support, TailSums, Tile, Transform
+
+
+def tile_of(values: Tensor, first: int = 0) -> Tile:
+    """In memory of its own, which may be used up."""
+    return Tile(values.clone(), Transform(), first, slice(0, len(values)), slice(0, values.shape[-1]))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_transform_and_its_slope(name, dtype):
+    transform = Transform(**TRANSFORMS[name])
+    raw = (4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
+    exact = raw.double().requires_grad_()
+    z = plainly(exact, *transform)
+    (slope,) = torch.autograd.grad(z.sum(), exact)
+    actual = transform(raw.clone())
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # A few roundings each.
+    eps = 1e-15 if dtype == torch.float64 else 2.0**-22
+    torch.testing.assert_close(actual.double(), z, rtol=4 * eps, atol=0)
+    ours = torch.as_tensor(transform.slope(actual), dtype=torch.float64).expand_as(slope)
+    # 1 − (z T/c)² cancels where the cap is near.
+    torch.testing.assert_close(ours, slope, rtol=eps, atol=4 * eps * transform.scale / transform.temperature)
+
+
+def test_a_plain_transform_of_float32_touches_nothing():
+    raw, plain = torch.randn(3, 4), Transform()
+    assert plain(raw) is raw and plain.slope(raw) == 1.0
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
+    first=st.sampled_from([0, 100]),
+    data=st.data(),
+)
+def test_select_keeps_the_largest_and_the_sampled_token(values, first, data):
+    width = len(values)
+    k = data.draw(st.integers(1, width))
+    sampled = data.draw(st.integers(max(0, first - 3), first + width + 3))
+    tile = tile_of(torch.tensor([values]), first)
+    support = tile.select(torch.tensor([sampled]), k)
+    assert torch.equal(tile.logits, torch.tensor([values]))
+    top = sorted(sorted(range(width), key=lambda v: (-values[v], v))[:k])
+    added = sampled if first <= sampled < first + width and sampled - first not in top else -1
+    assert support.ids[0].tolist() == [first + v for v in top] + [added]
+    ascending = sorted(v for v in support.ids[0].tolist() if v >= 0)
+    assert support.ascending[0].tolist() == ascending + [NO_TOKEN] * (k + 1 - len(ascending))
+
+
+LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, -300.0, 300.0, -math.inf]))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    values=st.lists(LOGIT, min_size=1, max_size=14),
+    with_entropy=st.booleans(),
+    data=st.data(),
+)
+def test_any_partition_into_tiles_has_the_same_sums(values, with_entropy, data):
+    row, width = np.array(values), len(values)
+    cuts = sorted(data.draw(st.sets(st.integers(1, width - 1)))) if width > 1 else []
+    ids = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=width))
+    support = Support.from_ids(torch.tensor([[*ids, -1]]))
+    z = tensor(row[None])
+    logits = torch.full((1, len(ids) + 1), 7.0, dtype=torch.float64)
+    outside = TailSums.empty(logits, with_entropy)
+    for start, stop in zip([0, *cuts], [*cuts, width], strict=True):
+        tile_of(z[:, start:stop], start).read(support, logits, outside)
+    assert logits[0].tolist() == [*row[ids], 7.0]  # what no tile has is left alone
+    rest = row[reference.complement(width, ids)]
+    expected = reference.log_sum_exp(rest)
+    assert outside.log_sum.item() == pytest.approx(expected, rel=1e-14, abs=1e-14)
+    assert outside.maximum.item() == (rest.max() if rest.size else -math.inf)
+    if with_entropy:
+        assert outside.weighted_sum is not None
+        finite = rest[rest > -np.inf]
+        weighted = float(np.sum(np.exp(finite - finite.max()) * (finite - finite.max()))) if finite.size else 0.0
+        assert outside.weighted_sum.item() == pytest.approx(weighted, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_read_keeps_logits_that_are_not_finite(with_entropy, broken, at):
+    """In the first tile or in the last one."""
+    z = torch.zeros(2, 4)
+    z[1, at] = broken
+    support = Support.from_ids(torch.tensor([[2], [2]]))
+    logits = torch.zeros(2, 1)
+    outside = TailSums.empty(logits, with_entropy)
+    for start in (0, 2):
+        tile_of(z[:, start : start + 2], start).read(support, logits, outside)
+    assert outside.log_sum[0].item() == pytest.approx(math.log(3), abs=1e-6)
+    assert not outside.log_sum[1].isfinite()

@@ -1,0 +1,40 @@
+"""Every kernel compiles for GPUs that are not there, and needs no more than they have."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.troll.trust_region.ahead_of_time import Compiled, compiled, has_target
+
+KERNELS = {
+    *("_block_maxima_kernel", "_clear_kernel", "_read_kernel", "_gradient_kernel", "_products_kernel"),
+    *("_select_kernel", "_slots_kernel", "_step_gradient_kernel", "_step_kernel"),
+}
+
+
+def compiled_or_skipped(target: str, cache: Path) -> list[Compiled]:
+    if not has_target(target):
+        pytest.skip(f"this Triton cannot compile for {target}")
+    kernels = compiled(target, cache)
+    assert {kernel.kernel for kernel in kernels} == KERNELS
+    assert all(kernel.binary > 1000 for kernel in kernels)
+    return kernels
+
+
+def test_for_cuda(tmp_path: Path):
+    kernels = compiled_or_skipped("cuda", tmp_path)
+    # 16384 candidates, at K = 256, take every register that there is, and some Tritons a few more.
+    assert not [kernel for kernel in kernels if kernel.spilled and not kernel.variant.endswith("K 256")]
+    assert max(kernel.spilled or 0 for kernel in kernels) <= 256
+    # Half of what a multiprocessor has: two programs at least.
+    assert max(kernel.shared for kernel in kernels) <= 114 * 1024
+    tiles = [k for k in kernels if ", W 151936" in k.variant and k.kernel != "_select_kernel"]
+    # Rows whose place is known when they are launched only are read as widely as others.
+    assert tiles and all(kernel.widest_load == 16 for kernel in tiles)
+
+
+@pytest.mark.slow
+def test_for_rocm(tmp_path: Path):
+    compiled_or_skipped("hip", tmp_path)

@@ -1,0 +1,153 @@
+"""An unmodified `main_ppo` with two Ray workers on a CPU: TROLL, its anchors, and runs that die. Minutes each."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from demo import Run
+from toy_data import prepare
+
+from tests.tolerance import within
+
+pytestmark = pytest.mark.slow
+
+#: Two updates a rollout of 16 completions, and nothing held out.
+SMALL = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=1",
+)
+
+TROLL = "actor_rollout_ref.actor.policy_loss"
+REPORTED = (f"{TROLL}.anchor=rollout", "algorithm.rollout_correction.bypass_mode=true")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    prepare(folder)
+    return folder
+
+
+def main_ppo(run: Run, data: Path, *settings: str, dying: str = "") -> tuple[int, str]:
+    """Runs verl to its end; its status, and what it printed."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    environment = run.environment() | {"DYING": dying, "DYING_FOLDER": str(run.folder), "RAY_worker_niceness": "0"}
+    environment["VERL_USE_EXTERNAL_MODULES"] += ",dying"
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    with tempfile.TemporaryDirectory(prefix="troll-ray-", ignore_cleanup_errors=True) as ray_folder:
+        done = subprocess.run(
+            run.command(data, Path(ray_folder), [*SMALL, *settings]),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=580,
+        )
+    return done.returncode, done.stdout
+
+
+def steps_of(run: Run, data: Path, *settings: str) -> dict[int, dict[str, float]]:
+    """Runs verl, which has to end well; the metrics of its steps."""
+    code, output = main_ppo(run, data, *settings)
+    assert code == 0, output[-9000:]
+    return run.metrics()
+
+
+def states(run: Run) -> list[tuple[str, ...]]:
+    """What workers saved and loaded, in order: the deed, the checkpoint, the rank, the parameters."""
+    return [tuple(line.split()) for line in (run.folder / "states.txt").read_text().splitlines()]
+
+
+def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path) -> None:
+    steps = steps_of(Run("troll", tmp_path, 2), data, *REPORTED, "actor_rollout_ref.actor.optim.lr=1e-3")
+    assert set(steps) == {1, 2}
+    for metrics in steps.values():
+        assert "timing_s/old_log_prob" not in metrics or metrics["timing_s/old_log_prob"] < 0.2, "there was a pass"
+        # Half of the updates are the first of their rollout, where rollout and network agree.
+        assert 0 < metrics["actor/trust_region/kl_before_mean"] < 1
+        assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * (1 + within(1e-3))
+        assert metrics["actor/trust_region/old_policy_bytes"] > 16
+
+
+MEMORY_AGENT = Path(__file__).resolve().parents[3] / "examples" / "verl" / "memagent"
+
+#: vLLM's build for CPUs next to verl: docs/verl.md.
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.enforce_eager=true",
+    "actor_rollout_ref.rollout.free_cache_engine=false",
+    "+actor_rollout_ref.rollout.enable_sleep_mode=false",
+)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM next to verl")
+@pytest.mark.parametrize("top_k", [-1, 5], ids=["whole", "truncated"])
+def test_a_real_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp_path: Path, top_k: int) -> None:
+    """With one update a rollout, at which the network still is what sampled the tokens."""
+    steps = steps_of(
+        Run("troll", tmp_path, 3),
+        data,
+        *(*VLLM, *REPORTED),
+        f"actor_rollout_ref.rollout.top_k={top_k}",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.n_gpus_per_node=1",
+    )
+    assert set(steps) == {1, 2, 3}
+    for metrics in steps.values():
+        assert metrics["actor/trust_region/kl_before_max"] <= within(1e-6)
+        assert metrics["actor/trust_region/unreported_fraction"] == 0
+        assert metrics["actor/trust_region/support_size"] == (5 if top_k == 5 else 64)
+        assert metrics["actor/grad_norm"] > 0
+
+
+def test_an_agent_with_a_memory_trains_on_all_its_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(MEMORY_AGENT), prepend=os.pathsep)
+    subprocess.run([sys.executable, MEMORY_AGENT / "documents.py", tmp_path / "data"], check=True)
+    agent = "actor_rollout_ref.rollout.agent"
+    agents = f"{agent}.agent_loop_config_path={MEMORY_AGENT / 'agent.yaml'}", f"{agent}.default_agent_loop=memory_agent"
+    steps = steps_of(Run("troll", tmp_path / "run", 2), tmp_path / "data", *agents, *REPORTED)
+    assert set(steps) == {1, 2}
+    for metrics in steps.values():
+        assert metrics["actor/trust_region/unreported_fraction"] == 0
+        assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * (1 + within(1e-3))
+
+
+def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> None:
+    settings = "algorithm.adv_estimator=reinforce_plus_plus", f"{TROLL}.kl_bound=1e-6"
+    metrics = steps_of(Run("troll", tmp_path, 2), data, *settings)[2]
+    assert metrics["actor/trust_region/projected_fraction"] > 0
+    bound = 1e-6 * (1 + within(1e-3))
+    assert metrics["actor/trust_region/kl_after_max"] <= bound < metrics["actor/trust_region/kl_before_max"]
+    assert metrics["actor/trust_region/nonfinite"] == 0
+
+
+@pytest.mark.parametrize("place", ["update 6", "checkpoint 2"])
+def test_a_run_that_died_goes_on_from_its_last_complete_checkpoint(data: Path, tmp_path: Path, place: str) -> None:
+    """Rank 1 is killed in the third rollout's updates, or half-way through the second checkpoint."""
+    run = Run("troll", tmp_path, 3)
+    complete = 2 if place.startswith("update") else 1
+    code, output = main_ppo(run, data, dying=place)
+    assert code != 0, "a dead worker ends the run"
+    code, output = main_ppo(run, data)
+    assert code == 0, output[-9000:]
+    assert f"setting global step to {complete}" in output and f"global_step_{complete}" in output
+    saved: dict[tuple[str, ...], str] = {}
+    for deed, *which, parameters in states(run):
+        if deed == "loaded":
+            assert which[0] == f"global_step_{complete}"
+            assert parameters == saved[tuple(which)]
+        saved[tuple(which)] = parameters
+    assert sorted(run.metrics()) == [1, 2, 3]

@@ -1,0 +1,160 @@
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from troll_lab import cli
+from troll_lab.evaluation.command import as_in_training, by_task, configuration, other_prompts
+from troll_lab.evaluation.config import EvaluationConfig, EvaluationError
+from troll_lab.evaluation.training_task import TrainingTask
+from troll_lab.tasks import TaskConfig, TaskError
+
+PARSER = ArgumentParser()
+cli._add_eval(PARSER)
+
+
+def configured(trained: TrainingTask | None = None, **changed: Any) -> EvaluationConfig:
+    typed = vars(PARSER.parse_args(["some/model", "--task", "gsm8k"])) | changed
+    return configuration(Namespace(**typed), trained)
+
+
+def test_one_task_takes_a_path_as_it_is() -> None:
+    assert by_task("dataset_path", ["data=1/x"], ["gsm8k"]) == {"gsm8k": "data=1/x"}
+    assert by_task("dataset_path", ["gsm8k=data"], ["gsm8k"]) == {"gsm8k": "data"}
+    assert by_task("dataset_path", [], ["gsm8k", "math"]) == {}
+
+
+def test_several_tasks_take_a_value_each() -> None:
+    tasks = ["gsm8k", "reasoning_gym:chain_sum", "math"]
+    values = ["math=a", 'reasoning_gym:chain_sum={"max_terms": 3}']
+    assert by_task("x", values, tasks) == {"math": "a", "reasoning_gym:chain_sum": '{"max_terms": 3}'}
+    with pytest.raises(EvaluationError, match=r"x data belongs to no task: write --x gsm8k=\.\.\. reasoning_gym"):
+        by_task("x", ["data"], tasks)
+    with pytest.raises(EvaluationError, match="given twice for math"):
+        by_task("x", ["math=a", "math=b"], tasks)
+    with pytest.raises(EvaluationError, match="belongs to no task"):
+        by_task("x", ["a", "b"], ["math"])
+
+
+TRAINED = TrainingTask(
+    task="math",
+    dataset_path="/data/math",
+    task_options={"answer_format": "tag", "system_prompt": "Think."},
+    eval_size=8,
+    chat_template_kwargs={"enable_thinking": False},
+)
+
+
+def test_options_become_settings() -> None:
+    config = configured(
+        task=["gsm8k", "reasoning_gym:chain_sum"],
+        dataset_path=["gsm8k=data"],
+        task_options=['reasoning_gym:chain_sum={"max_terms": 3}'],
+        eval_size=7,
+        samples=4,
+        k=[1, 2],
+        chat_template_kwargs='{"enable_thinking": false}',
+        output_dir=Path("out"),
+    )
+    first, second = config.tasks
+    assert (first.task, first.dataset_path, first.options, first.eval_size) == ("gsm8k", "data", {}, 7)
+    assert (second.dataset_path, second.options, second.eval_size) == (None, {"max_terms": 3}, 7)
+    assert (config.samples, config.resolved_ks, config.resolved_temperature) == (4, [1, 2], 1.0)
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert config.folder == Path("out")
+    assert configured().tasks[0].eval_size is None
+
+
+def test_a_model_brings_the_settings_of_its_own_task() -> None:
+    for names in (None, ["math"]):
+        config = configured(TRAINED, task=names)
+        (task,) = config.tasks
+        assert (task.task, task.dataset_path, task.eval_size) == ("math", "/data/math", 8)
+        assert task.options == TRAINED.task_options
+        assert config.chat_template_kwargs == TRAINED.chat_template_kwargs
+        assert other_prompts(config, TRAINED) == []
+        assert as_in_training(config, TRAINED) == (
+            'as in training: task math, task_options {"answer_format": "tag", "system_prompt": "Think."}, '
+            'dataset_path /data/math, eval_size 8, chat_template_kwargs {"enable_thinking": false}'
+        )
+
+
+def test_options_override_single_settings_of_the_training() -> None:
+    config = configured(
+        TRAINED,
+        task=None,
+        task_options=['{"answer_format": "boxed", "prompt": "{question}"}'],
+        dataset_path=["elsewhere"],
+        eval_size=9,
+        chat_template_kwargs='{"enable_thinking": true}',
+    )
+    (task,) = config.tasks
+    assert (task.dataset_path, task.eval_size) == ("elsewhere", 9)
+    assert task.options == {"answer_format": "boxed", "system_prompt": "Think.", "prompt": "{question}"}
+    assert as_in_training(config, TRAINED) == 'as in training: task math, task_options {"system_prompt": "Think."}'
+    assert other_prompts(config, TRAINED) == [
+        'math is not prompted as the model was in training: task_options.answer_format was "tag" and is "boxed"; '
+        'task_options.prompt was not set and is "{question}"; '
+        "chat_template_kwargs.enable_thinking was false and is true"
+    ]
+
+
+def test_null_removes_a_setting_of_the_training() -> None:
+    nothing = {"task_options": ['{"system_prompt": null}'], "chat_template_kwargs": '{"enable_thinking": null}'}
+    config = configured(TRAINED, task=None, **nothing)
+    assert config.tasks[0].options == {"answer_format": "tag"}
+    assert config.chat_template_kwargs == {}
+    assert other_prompts(config, TRAINED) == [
+        'math is not prompted as the model was in training: task_options.system_prompt was "Think." and is not set; '
+        "chat_template_kwargs.enable_thinking was false and is not set"
+    ]
+
+
+def test_other_tasks_have_the_variables_of_the_chat_template_and_nothing_else() -> None:
+    config = configured(TRAINED, task=["gsm8k", "reasoning_gym:chain_sum"])
+    assert [(task.dataset_path, task.options, task.eval_size) for task in config.tasks] == [(None, {}, None)] * 2
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert as_in_training(config, TRAINED) == 'as in training: chat_template_kwargs {"enable_thinking": false}'
+    first, second = other_prompts(config, TRAINED)
+    assert first == (
+        'gsm8k is not prompted as the model was in training: task_options.answer_format was "tag" and is not set; '
+        'task_options.system_prompt was "Think." and is not set'
+    )
+    assert second.startswith("reasoning_gym:chain_sum is not prompted")
+
+
+def test_the_prompt_of_one_task_is_not_expected_of_another() -> None:
+    trained = TrainingTask("reasoning_gym:chain_sum", None, {"prompt": "{expression} =", "max_terms": 3}, 8, {})
+    config = configured(trained, task=["gsm8k"])
+    assert other_prompts(config, trained) == []
+    assert as_in_training(config, trained) is None
+
+
+def test_a_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = TrainingTask.of(TaskConfig("own.py:8", dataset_path="rows.jsonl", eval_size=4), None)
+    for names in (None, ["./own.py:8"], [f"{tmp_path}/own.py:8"]):
+        (task,) = configured(trained, task=names).tasks
+        assert (task.task, task.dataset_path, task.eval_size) == ((names or ["own.py:8"])[0], "rows.jsonl", 4)
+    assert configured(trained, task=["own.py:9"]).tasks[0].dataset_path is None
+
+
+def test_files_are_loaded_as_for_training() -> None:
+    tasks = configured(task=["gsm8k", "own.py", "own.yaml"]).tasks
+    assert [task.train_size for task in tasks] == [1, None, None]
+
+
+@pytest.mark.parametrize(
+    ("changed", "trained", "message"),
+    [
+        ({"task": None, "task_options": ["{}"]}, None, "no task: name one with --task"),
+        ({"task": None}, TrainingTask(None, None, {}, None, {}), "no task: name one with --task"),
+        ({"chat_template_kwargs": "[1]"}, None, "chat_template_kwargs must be a JSON object"),
+        ({"chat_template_kwargs": "{"}, None, "chat_template_kwargs is not valid JSON"),
+        ({"task_options": ["{"]}, None, "not valid JSON"),
+    ],
+)
+def test_mistakes_are_refused(changed: dict[str, Any], trained: TrainingTask | None, message: str) -> None:
+    with pytest.raises((EvaluationError, TaskError), match=message):
+        configured(trained, **changed)

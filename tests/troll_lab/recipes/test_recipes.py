@@ -1,0 +1,425 @@
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments import RECIPES
+from troll.files import json_text
+from troll_lab import recipes
+from troll_lab.recipes import RecipeError
+from troll_lab.runs.grid import expand
+
+
+def on_cpu(name: str) -> list[str]:
+    # bf16 is refused on a machine without a device that has it.
+    return ["--use_cpu", "--bf16", "false"] if recipes.read(name)[0].get("bf16") else []
+
+
+def one_point(name: str) -> list[str]:
+    _, grid = recipes.read(name)
+    return [part for field, values in grid.items() for part in (f"--{field}", recipes.as_argument(values[0]))]
+
+
+def test_overrides_win_over_the_recipe() -> None:
+    recipe = recipes.load("quickstart", ["--kl_bound", "0.2", "--max_steps=7", "--task_options", '{"max_terms": 4}'])
+    assert (recipe.training.kl_bound, recipe.training.max_steps) == (0.2, 7)
+    assert recipe.task.options == {"max_terms": 4}
+
+
+@pytest.mark.parametrize(
+    "name", [*recipes.names(), *sorted(map(str, RECIPES.glob("*.yaml")))], ids=lambda name: Path(name).stem
+)
+def test_shipped_recipes_are_off_policy_and_load_to_the_same_settings_when_saved(tmp_path: Path, name: str) -> None:
+    point = [*on_cpu(name), *one_point(name)]
+    training = recipes.load(name, point).training
+    assert not training.always_on_policy
+    assert training.kl_bound == (0.01 if name == "ablation-kl-bound" else 0.05)
+    updates = 32 if name.endswith("sparse-signal-32-updates.yaml") else 8
+    assert training.updates_per_rollout == updates
+    assert training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
+    more = [] if "--kl_bound" in point else ["--kl_bound", "0.2"]
+    recipe = recipes.load(name, [*point, *more, "--max_steps", "7"])
+    recipes.save(recipe, tmp_path / "again.yaml")
+    again = recipes.load(str(tmp_path / "again.yaml"))
+    assert again.settings == recipe.settings
+    assert again.training.to_dict() == recipe.training.to_dict()
+    assert (again.model, again.task) == (recipe.model, recipe.task)
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "gmpo"])
+def test_a_saved_recipe_holds_the_loss_that_its_surrogate_set(tmp_path: Path, surrogate: str) -> None:
+    with pytest.warns(UserWarning, match="loss_type='dr_grpo' is now"):
+        recipe = recipes.load("dr-grpo", ["--surrogate", surrogate])
+    recipes.save(recipe, tmp_path / "again.yaml")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loss_type")
+        again = recipes.load(str(tmp_path / "again.yaml"))
+    assert again.settings == recipe.settings
+    assert again.training.to_dict() == recipe.training.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recorded"),
+    [
+        ([], {"updates_per_rollout": 8}),
+        (["--updates_per_rollout", "4"], {"updates_per_rollout": 4}),
+        (["--steps_per_generation", "4"], {"steps_per_generation": 4}),
+        (["--generation_batch_size=256"], {"generation_batch_size": 256}),
+        (["--num_iterations", "2"], {"updates_per_rollout": 8, "num_iterations": 2}),
+    ],
+)
+def test_the_length_of_a_rollout_is_what_was_said_last(tmp_path, overrides, recorded):
+    recipe = recipes.load("quickstart", overrides)
+    words = ("updates_per_rollout", "steps_per_generation", "generation_batch_size", "num_iterations")
+    assert {name: recipe.settings[name] for name in words if name in recipe.settings} == recorded
+    expected = recorded.get("updates_per_rollout", 4)
+    assert recipe.training.updates_per_rollout == expected
+    recipes.save(recipe, tmp_path / "again.yaml")
+    later = recipes.load(str(tmp_path / "again.yaml"), ["--gradient_accumulation_steps", "1"])
+    assert later.training.updates_per_rollout == expected
+    (tmp_path / "top.yaml").write_text("extends: again.yaml\nsteps_per_generation: 3\nnum_iterations: 1\n")
+    assert recipes.load(str(tmp_path / "top.yaml")).training.updates_per_rollout == 3
+
+
+def test_two_words_for_the_length_of_a_rollout_in_one_place_must_agree(tmp_path: Path) -> None:
+    (tmp_path / "both.yaml").write_text("extends: quickstart\nupdates_per_rollout: 8\nsteps_per_generation: 4\n")
+    with pytest.raises(RecipeError, match="updates_per_rollout=8 disagrees with steps_per_generation=4"):
+        recipes.load(str(tmp_path / "both.yaml"))
+
+
+@pytest.mark.parametrize("usable", [False, True])
+def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(monkeypatch, usable):
+    name, cpu = "gsm8k-qwen3-24gb", ["--use_cpu", "--bf16", "false"]
+    monkeypatch.setattr(recipes, "vllm_is_usable", lambda: usable)
+    on_gpu = recipes.load(name, ["--bf16", "false"])
+    assert on_gpu.training.use_vllm is on_gpu.settings["use_vllm"] is usable
+    assert (on_gpu.note is None) is usable
+    without = recipes.load(name, cpu)
+    assert without.training.use_vllm is without.settings["use_vllm"] is False
+    assert without.note is not None and "at most 32 completions at a time" in without.note
+    assert "\n" not in without.note
+    for installed in (False, True):  # for CPUs
+        monkeypatch.setattr(recipes, "find_spec", lambda _, found=installed: found or None)
+        for flag in (["--use_vllm", "true"], ["--use_vllm=true"], ["--use-vllm", "true"], ["--use_vllm"]):
+            if installed:
+                assert recipes.load(name, [*cpu, *flag]).training.use_vllm
+            elif not usable:
+                with pytest.raises(RecipeError, match=r"^--use_vllm: vLLM is not installed here: install it, or leave"):
+                    recipes.load(name, [*cpu, *flag])
+        assert not recipes.load(name, [*cpu, "--use_vllm", "false"]).training.use_vllm
+    elsewhere = recipes.load(name, cpu, vllm=True)  # planned here for another machine
+    assert (elsewhere.settings["use_vllm"], elsewhere.note) == (True, None)
+    assert recipes.load("quickstart").note is None
+
+
+def test_a_runs_settings_are_called_after_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "my-run").mkdir()
+    recipes.save(recipes.load("quickstart"), tmp_path / "my-run" / "config.yaml")
+    assert recipes.load(str(tmp_path / "my-run" / "config.yaml")).name == "my-run"
+
+
+def test_saving_leaves_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    path = tmp_path / "config.yaml"
+    path.write_text("kl_bound: 0.1\n")
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        recipes.save(recipes.load("quickstart"), path)
+    assert path.read_text() == "kl_bound: 0.1\n"
+
+
+def test_differences_know_what_a_left_out_field_means() -> None:
+    settings = recipes.plain(recipes.load("quickstart", ["--kl_bound", "0.1", "--use_cpu"]))
+    recorded = recipes.plain(recipes.load("quickstart"))
+    said = ["kl_bound is 0.05 there and 0.1 here", "use_cpu is false there and true here"]
+    assert recipes.differences(recorded, settings) == said
+    assert recipes.differences(recorded, settings, lambda name: name == "kl_bound") == said[1:]
+    of_an_older_version = {name: value for name, value in recorded.items() if name != "diagnostics_steps"}
+    assert recipes.differences(of_an_older_version, recorded) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("quikstart", [], "did you mean quickstart"),
+        ("nowhere.yaml", [], "recipes: ablation-kl-bound, .*quickstart"),
+        (
+            "ablation-kl-bound",
+            [],
+            "is a grid over kl_bound: run it with troll compare ablation-kl-bound, or give each one value, as in "
+            "--kl_bound 0",
+        ),
+        ("quickstart", ["--learing_rate", "1"], "did you mean --learning_rate"),
+        ("quickstart", ["--kl_bound", "abc"], "kl_bound"),
+        ("quickstart", ["--kl_bound", "-1"], "kl_bound must be above 0"),
+        ("quickstart", ["--loss_type", "cispo"], "set surrogate='cispo' and leave loss_type out"),
+        ("quickstart", ["--task_options", "{"], "task_options is not valid JSON"),
+        ("quickstart", ["stray"], "unknown argument 'stray'"),
+        # Inside a dictionary.
+        ("quickstart", ["--surrogate_kwargs.weight", "0.3"], "surrogate 'troll' has no setting 'weight', and none of"),
+        ("quickstart", ["--surrogate=kl_penalty", "--surrogate_kwargs.weight"], "kwargs.weight needs a value"),
+        ("quickstart", ["--surogate_kwargs.weight", "1"], "'--surogate_kwargs.weight', did you mean --surrogate_k"),
+        ("quickstart", ["--learning_rate.weight", "1"], "unknown argument '--learning_rate.weight'"),
+        (
+            "quickstart",
+            ["--surrogate=kl_penalty", '--surrogate_kwargs={"cap": 2}', "--surrogate_kwargs.weight=1"],
+            "--surrogate_kwargs and --surrogate_kwargs.weight set the same dictionary",
+        ),
+    ],
+)
+def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises((RecipeError, ValueError), match=message) as error:
+        recipes.load(name, overrides)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kl_bond: 1", "unknown field 'kl_bond', did you mean kl_bound"),
+        ("a: [", "not YAML"),
+        ("- a", "expected 'field: value' lines"),
+        ("extends: quikstart", "extends: no recipe .* did you mean quickstart"),
+        ("extends: broken.yaml", "extends itself"),
+        ("grid: {kl_bound: 0.1}", r"grid must hold 'field: \[value, value, ...\]' lines"),
+        ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
+        ("grid: {reward_weights: [[1.0, 0.5], [1.0, 1.0]]}", "grid cannot hold lists, and reward_weights has one"),
+        ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
+        ("kl_bound: 0.1\nkl_bound: 0.2", "found duplicate key in line 2, column 1: kl_bound: 0.2"),
+        ("surrogate_kwargs: {weight: 1, weight: 2}", "found duplicate key in line 1, column 31: weight: 2"),
+        ("kl_bound: [0.1, 0.2]", r"kl_bound takes one value, got a list: .* write grid: \{kl_bound: \[0\.1, 0\.2\]\}"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message) as error:
+        recipes.load(str(path))
+    assert "broken.yaml" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_steps: 1.5", "max_steps must be a whole number, got 1.5"),
+        ("max_steps: 1_000", "argument --max_steps.*: must be a whole number, got '1_000'"),
+        ("learning_rate: true", "learning_rate must be a number, got True"),
+        ("learning_rate: 1:30", "argument --learning_rate.*: must be a number, got '1:30'"),
+        ("reward_weights: [yes]", r"reward_weights must be a number, got 'yes'"),
+        ("reward_weights: .5", r"reward_weights takes a list, got 0\.5: write \[0\.5\]"),
+        ("eval_tasks: 5", "eval_tasks takes a list, got 5"),
+        ("run_name: 1e5", "run_name takes a text, and YAML reads 100000.0 as a number: put it in quotes"),
+        ("dataset_path: true", "dataset_path takes a text, and YAML reads True as true or false: put it in quotes"),
+        ("task: {name: gsm8k}", "task takes a text, got {'name': 'gsm8k'}"),
+        ("disable_dropout: 2", "disable_dropout must be true or false, got 2"),
+        ("use_peft: {}", "use_peft must be true or false, got {}"),
+        ("gradient_checkpointing: on", "argument --gradient_checkpointing.*: Truthy value expected: got on"),
+        ("learning_rate: null", "learning_rate must be finite and at least 0, got None"),
+        ("seed: null", r"seed must be an integer in \[0, 2\^32\), got None"),
+        ("ddp_timeout: 1e30", "too large"),
+        (
+            "surrogate_kwargs: '{weight: 1, weight: 2}'",
+            "surrogate_kwargs is not valid JSON or YAML .found duplicate key",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_their_field_are_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: quickstart\n{line}\n")
+    with pytest.raises(RecipeError, match=message) as error:
+        recipes.load(str(tmp_path / "mine.yaml"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["-1", "-1e-3", "-.5", "nan", ".nan", "inf", "-.inf", "1e400"])
+@pytest.mark.parametrize("name", ["temperature", "learning_rate", "beta", "top_entropy_quantile"])
+def test_numbers_out_of_their_range_are_refused_before_anything_is_loaded(name: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{name} must be ") as error:
+        recipes.load("quickstart", [f"--{name}", value])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("temperature: 0", "max_grad_norm: -1", "max_grad_norm: .nan", "adam_beta1: 1", "max_completion_length: 0"),
+        *("gradient_accumulation_steps: -1", "per_device_train_batch_size: 0", "num_iterations: -2"),
+        *("gradient_accumulation_steps: 0", "num_generations: 0", "num_iterations: 0", "num_generations_eval: 0"),
+        *("per_device_eval_batch_size: 0", "ref_model_sync_steps: 0", "num_train_epochs: 0", "num_train_epochs: .nan"),
+        *("max_steps: 0", "max_steps: -2", "seed: -1", "seed: 1e30", "data_seed: 4294967296", "warmup_steps: .inf"),
+        *("weight_decay: -1", "weight_decay: .inf", "adam_epsilon: .inf", "adam_epsilon: -1e-8", "beta: 1e400"),
+        *("reward_weights: [.nan]", "reward_weights: [.inf]", "entropy_coef: .nan", "neftune_noise_alpha: .nan"),
+        *("logging_steps: .nan", "logging_steps: .inf", "eval_steps: -1", "save_steps: .inf", "save_steps: -.5"),
+        *("vllm_importance_sampling_clip_max: -1", "vllm_importance_sampling_clip_min: .nan"),
+        *("off_policy_mask_threshold: .nan", "off_policy_mask_threshold: -1"),
+    ],
+)
+def test_other_numbers_that_train_nothing_right_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: quickstart\n{line}\n")
+    with pytest.raises(RecipeError) as error:
+        recipes.load(str(tmp_path / "mine.yaml"))
+    assert line.partition(":")[0] in str(error.value)
+
+
+def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
+    recipe = recipes.load("quickstart", ["--task_options.min_terms", "2", "--critic_kwargs.learning_rate=1e-4"])
+    options = recipe.task.task_options
+    assert isinstance(options, dict) and (options["min_terms"], options["max_terms"]) == (2, 3)
+    assert recipe.settings["critic_kwargs"] == {"learning_rate": 1e-4}
+    weighted = recipes.load("quickstart", ["--surrogate", "kl_penalty", "--surrogate_kwargs.direction", "new_old"])
+    assert weighted.training.own_settings.direction == "new_old"
+
+
+def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Path) -> None:
+    penalty, clip, grid = (tmp_path / f"{name}.yaml" for name in ("penalty", "clip", "grid"))
+    penalty.write_text("extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {weight: 0.3, cap: 5}\n")
+    clip.write_text("extends: penalty.yaml\nsurrogate: clip\n")
+    grid.write_text(
+        "extends: quickstart\ngrid: {surrogate: [troll, kl_penalty], surrogate_kwargs.weight: [0.1, 0.3]}\n"
+    )
+    weighted = recipes.load(str(penalty), ["--surrogate_kwargs.weight", "1"])
+    assert weighted.training.surrogate_kwargs == {"weight": 1, "cap": 5}
+    assert recipes.load(str(penalty), ["--surrogate", "clip"]).training.surrogate_kwargs is None
+    assert recipes.load(str(clip)).training.surrogate_kwargs is None
+    runs = expand([str(grid)], {"seed": ["0"]})
+    assert [run.recipe.training.surrogate_kwargs for run in runs] == [None, {"weight": 0.1}, {"weight": 0.3}]
+    with pytest.raises(recipes.RecipeError, match=r"is a grid over surrogate_kwargs\.weight"):
+        recipes.load(str(grid), ["--surrogate=kl_penalty"])
+
+
+def test_resume_without_a_value_means_the_last_checkpoint() -> None:
+    flag = "--resume_from_checkpoint"
+    for overrides in ([flag], ["--resume-from-checkpoint"], [flag, "--max_steps", "3"]):
+        assert recipes.load("quickstart", overrides).training.resume_from_checkpoint == "last"
+    given = recipes.load("quickstart", ["--resume_from_checkpoint", "runs/x/checkpoint-8"])
+    assert given.training.resume_from_checkpoint == "runs/x/checkpoint-8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "recorded"),
+    [
+        (["--no_shuffle_dataset"], "shuffle_dataset", False),
+        (["--debug", "underflow_overflow"], "debug", ["underflow_overflow"]),
+        (["--accelerator_config", '{"even_batches": false}'], "accelerator_config", {"even_batches": False}),
+    ],
+)
+def test_a_saved_recipe_holds_what_the_parser_makes_of_its_own_forms(tmp_path, overrides, name, recorded):
+    recipe = recipes.load("quickstart", overrides)
+    recipes.save(recipe, tmp_path / "again.yaml")
+    saved = yaml.safe_load((tmp_path / "again.yaml").read_text())[name]
+    assert saved == (saved | recorded if isinstance(recorded, dict) else recorded)
+    again = recipes.load(str(tmp_path / "again.yaml")).training
+    assert getattr(again, name) == getattr(recipe.training, name)
+
+
+NUMBERS = """
+extends: quickstart
+learning_rate: 1e-5
+kl_bound: .5
+max_steps: 1e2
+eval_size: 1e1
+reward_weights: [1e-1, +5e-1, 1]
+generation_kwargs: {top_p: 9e-1}
+surrogate: kl_penalty
+surrogate_kwargs: {weight: 1e-3, cap: .5e+1}
+eval_strategy: no
+"""
+
+
+def test_numbers_are_those_of_yaml_1_2_wherever_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.yaml"
+    path.write_text(NUMBERS)
+    by_line = ["--learning_rate", "+1e-5", "--kl_bound=.5", "--max_steps", "1e2", "--reward_weights", "1e-1", ".5", "1"]
+    by_line += ["--generation_kwargs", "{top_p: 9e-1}", "--surrogate", "kl_penalty", "--eval_strategy", "no"]
+    by_line += ["--surrogate_kwargs.weight", "+1e-3", "--surrogate_kwargs.cap", ".5e+1", "--eval_size", "1e1"]
+    for name, line in ((str(path), []), ("quickstart", by_line)):
+        training = recipes.load(name, line).training
+        assert (training.learning_rate, training.kl_bound, training.max_steps) == (1e-5, 0.5, 100)
+        assert type(training.max_steps) is int
+        assert recipes.load(name, line).task.eval_size == 10
+        assert training.reward_weights == [0.1, 0.5, 1.0]
+        assert training.top_p == 0.9  # which generation_kwargs has set
+        assert (training.own_settings.weight, training.own_settings.cap) == (1e-3, 5.0)
+        assert training.eval_strategy == "no"
+    recipes.save(recipes.load(str(path)), tmp_path / "again.yaml")
+    assert recipes.load(str(tmp_path / "again.yaml")).settings == recipes.load(str(path)).settings
+
+
+def test_none_stays_a_value_of_numbers_that_may_be_left_out() -> None:
+    recipe = recipes.load("quickstart", ["--eval_size", "null", "--delta", "None"])
+    assert (recipe.task.eval_size, recipe.training.delta) == (None, None)
+
+
+@pytest.mark.parametrize("text", ["'{\"weight\": 1e-3}'", "'{weight: 1e-3}'", '{"weight": 1e-3}'])
+def test_a_dictionary_may_be_written_in_one_word(tmp_path: Path, text: str) -> None:
+    (tmp_path / "word.yaml").write_text(f"extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {text}\n")
+    for name, line in ((str(tmp_path / "word.yaml"), []), ("quickstart", ["--surrogate_kwargs", text.strip("'")])):
+        training = recipes.load(name, ["--surrogate", "kl_penalty", *line]).training
+        assert training.own_settings.weight == 1e-3
+    more = recipes.load(str(tmp_path / "word.yaml"), ["--surrogate_kwargs.cap", "2"]).training.own_settings
+    assert (more.weight, more.cap) == (1e-3, 2)
+
+
+def test_values_of_a_grid_are_numbers_of_yaml_1_2(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(
+        "extends: quickstart\nsurrogate: kl_penalty\n"
+        "grid: {learning_rate: [1e-5, +1e-4], surrogate_kwargs.weight: [.5, 1e-1]}\n"
+    )
+    runs = expand([str(tmp_path / "grid.yaml")], {})
+    found = [(run.recipe.training.learning_rate, run.recipe.training.own_settings.weight) for run in runs]
+    assert sorted(found) == [(1e-5, 0.1), (1e-5, 0.5), (1e-4, 0.1), (1e-4, 0.5)]
+
+
+def test_an_infinite_bound_is_the_same_in_every_spelling(tmp_path: Path) -> None:
+    (tmp_path / "free.yaml").write_text("extends: quickstart\nkl_bound: .inf\n")
+    free = recipes.load(str(tmp_path / "free.yaml"))
+    for word in ("inf", ".inf", "Infinity"):
+        assert recipes.load("quickstart", ["--kl_bound", word]).settings["kl_bound"] == free.settings["kl_bound"]
+    for recorded in (recipes.plain(free), json.loads(json_text(recipes.plain(free)))):
+        assert recipes.differences(recorded, recipes.plain(free)) == []
+    (run,) = expand(["quickstart"], {"kl_bound": [recipes.as_argument(free.settings["kl_bound"])]})
+    assert run.recipe.training.kl_bound == float("inf")
+
+
+def test_a_recipe_extends_another_by_name_or_by_path(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("extends: quickstart\nkl_bound: 0.1\nmax_steps: 16\n")
+    (tmp_path / "top.yaml").write_text("extends: base.yaml\nmax_steps: 24\n")
+    base, top = recipes.load("quickstart"), recipes.load(str(tmp_path / "top.yaml"))
+    assert (top.training.kl_bound, top.training.max_steps) == (0.1, 24)
+    assert top.settings == base.settings | {"kl_bound": 0.1, "max_steps": 24}
+
+
+def test_a_field_takes_the_place_of_the_grid_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("extends: ablation-kl-bound\nkl_bound: 0.1\n")
+    (tmp_path / "two.yaml").write_text("extends: ablation-kl-bound\ngrid: {support_top_k: [8, 16]}\n")
+    assert recipes.load(str(tmp_path / "one.yaml")).training.kl_bound == 0.1
+    assert recipes.read(str(tmp_path / "two.yaml"))[1] == {"kl_bound": [0.01, 0.05, 0.25], "support_top_k": [8, 16]}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", {"loss_type": "grpo", "scale_rewards": "group", "advantage_estimator": "group"}),
+        ("dr-grpo", {"loss_type": "dr_grpo", "scale_rewards": "none", "advantage_estimator": "group"}),
+        ("gspo", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+        ("reinforce-plus-plus", {"advantage_estimator": "reinforce_plus_plus"}),
+        ("reinforce-plus-plus-baseline", {"advantage_estimator": "reinforce_plus_plus_baseline"}),
+        ("rloo", {"advantage_estimator": "rloo"}),
+        ("ppo", {"advantage_estimator": "gae"}),
+    ],
+)
+def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str, expected: dict[str, str]) -> None:
+    recipe, quickstart = recipes.load(name), recipes.load("quickstart")
+    assert {field: getattr(recipe.training, field) for field in expected} == expected
+    assert recipe.task == quickstart.task
+    assert recipe.training.max_steps == quickstart.training.max_steps
+    assert recipe.training.output_dir == f"runs/{name}"
+
+
+def test_fields_that_take_several_values_are_found_by_their_types() -> None:
+    assert {"reward_weights", "eval_tasks", "lora_target_modules", "report_to", "optim_target_modules"} <= recipes.LISTS
+    assert not recipes.LISTS & {"kl_bound", "surrogate_kwargs", "generation_kwargs", "surrogate", "task"}

@@ -1,0 +1,377 @@
+import contextlib
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from tests.troll_sandbox.processes import busy_machine, wait_until
+from troll_lab.rewards import machine
+from troll_lab.rewards.mathematics import pool as pool_module
+from troll_lab.rewards.mathematics.pool import Comparison, ask
+
+_QUESTIONS = [("9", rf"\frac{{{i}}}{{2}}") for i in range(14, 22)]
+_RIGHT = [Comparison.DIFFERENT] * 4 + [Comparison.EQUAL] + [Comparison.DIFFERENT] * 3
+_ENDLESS = ("9", "9^{9^{9^9}}")
+
+
+#: The worker without math-verify, whose import takes a second at every start.
+_STAND_IN = r"""
+import importlib.util, re, runpy, sys, time
+from fractions import Fraction
+
+def is_equal(gold, answer, positive_symbols):
+    time.sleep(0.002)
+    if "^" in answer:
+        return 9 ** 9 ** 9 ** 9 == int(gold)  # one long operation, during which Python handles no signal
+    return Fraction(*map(int, re.findall(r"\d+", answer))) == int(gold)
+
+spec = importlib.util.spec_from_file_location("worker", sys.argv[1])
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+runpy.run_path = lambda path: {"is_equal": is_equal, "forbid_code": lambda: None}
+worker._FIRST_QUESTIONS = []
+if len(sys.argv) > 2:
+    worker._REPLACED_FROM_KILOBYTES = int(sys.argv[2])
+worker.main()
+"""
+_start_math_verify = pool_module._start
+
+
+def _start_stand_in(*settings):
+    command = [sys.executable, "-c", _STAND_IN, pool_module.worker.__file__, *settings]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def one_pool():
+    pool = pool_module._Pool(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "_pool", pool)
+        patch.setattr(pool_module, "_start", _start_stand_in)
+        yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def pool(one_pool):
+    """One for all tests, with its processes. A test may leave it stopped, never busy."""
+    assert _is_right()
+    yield one_pool
+    assert _is_right()
+
+
+def _processes(pool):
+    return [process._process.pid for process in pool._processes if process._process is not None]
+
+
+def _family(pids):
+    """The processes with one of these numbers or parents that are not zombies."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z" and (int(parent) in pids or int(stat.parent.name) in pids):
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _has_children(pids):
+    return len(_family(pids)) == 2 * len(pids)
+
+
+def _is_right():
+    return ask(_QUESTIONS, 2.0) == _RIGHT
+
+
+def test_nothing_runs_before_the_first_question(pool):
+    pool.stop()
+    assert _processes(pool) == []
+    assert ask(_QUESTIONS[:1], 2.0) == _RIGHT[:1]
+    assert len(_processes(pool)) == 1
+    assert _is_right()
+    assert len(_processes(pool)) == 2
+
+
+def test_many_threads(pool):
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda _: _is_right(), range(40)))
+
+
+def test_a_thread_with_signals_blocked_or_ignored(pool):
+    # As a data loader's or a server's threads have them: a worker that is started from there inherits that.
+    pool.stop()
+    answers = []
+
+    def grade():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGPROF, signal.SIGCHLD])
+        answers.extend(ask([_ENDLESS, *_QUESTIONS], 0.2))
+
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGPROF, signal.SIGALRM)}
+    try:
+        thread = threading.Thread(target=grade)
+        thread.start()
+        thread.join()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert answers == [Comparison.TIME_LIMIT, *_RIGHT]
+
+
+def _grade_into(connection):
+    answers = [each.value for each in ask([_ENDLESS, *_QUESTIONS], 0.2)]
+    connection.send((answers, multiprocessing.current_process().daemon))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_daemonic_process(pool, method):
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_grade_into, args=(sender,), daemon=True)
+    process.start()
+    assert receiver.poll(60)
+    assert receiver.recv() == (["time limit", *(comparison.value for comparison in _RIGHT)], True)
+    process.join()
+
+
+@pytest.mark.slow
+def test_a_fork_amid_a_comparison(pool):
+    before = _processes(pool)
+    with ThreadPoolExecutor(1) as threads:
+        endless = threads.submit(ask, [_ENDLESS] * 2, 0.5)
+        time.sleep(0.2)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                own = pool_module._the_pool()
+                status = 0 if own is not pool and _is_right() and not set(_processes(own)) & set(before) else 2
+                own.stop()
+            finally:
+                os._exit(status)
+        assert endless.result() == [Comparison.TIME_LIMIT] * 2
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _processes(pool) == before
+
+
+def test_workers_that_are_killed(pool):
+    children = _family(_processes(pool)) - set(_processes(pool))
+    assert children
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not children & _family(_processes(pool)))  # a dying one may still take a question
+    assert _is_right()
+    for pid in _processes(pool):  # its child serves on
+        os.kill(pid, signal.SIGKILL)
+    assert _is_right()
+    pool.stop()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_at_work(pool):
+    pool.stop()
+    with ThreadPoolExecutor(1) as threads:
+        for expected, kills in ((Comparison.TIME_LIMIT, 2), (Comparison.KILLED, 3)):
+            asked = threads.submit(ask, [_ENDLESS], 3.0)
+            for _ in range(kills):
+                wait_until(lambda: pool._idle.qsize() == 1 and _has_children(_processes(pool)))
+                time.sleep(1.5)  # it may be loading still, on a busy machine
+                os.killpg(_processes(pool)[-1], signal.SIGKILL)
+                time.sleep(0.3)
+            assert asked.result() == [expected]
+            pool.stop()
+
+
+@pytest.mark.slow
+def test_a_child_that_crashes_is_no_time_limit(pool):
+    pool.stop()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, [_ENDLESS], 5.0)
+        wait_until(lambda: len(_family(_processes(pool))) == 2)
+        time.sleep(0.5)
+        for child in _family(_processes(pool)) - set(_processes(pool)):
+            os.kill(child, signal.SIGSEGV)
+        assert asked.result() == [Comparison.FAILED]
+
+
+def test_a_worker_that_is_stopped_is_given_up(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "_PATIENCE_FACTOR", 0.0)
+    for pid in _family(_processes(pool)):
+        os.kill(pid, signal.SIGSTOP)
+    assert ask(_QUESTIONS[:2], 2.0) == [Comparison.SILENT] * 2
+
+
+def test_an_interrupt_leaves_no_verdict_behind(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_wait", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ask([("4", "2 + 2"), ("5", "2 + 3")], 2.0)
+
+
+def test_math_verify_that_cannot_be_imported_is_an_error(pool, monkeypatch, tmp_path):
+    monkeypatch.setattr(pool_module, "_start", _start_math_verify)
+    (tmp_path / "math_verify.py").write_text("import a_package_that_is_missing")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    broken = pool_module._Pool(2)
+    with pytest.raises(RuntimeError, match=r"installed but cannot be imported; .* -c 'import math_verify' may say why"):
+        broken.compare(_QUESTIONS, 2.0)
+    assert _processes(broken) == []
+    pool.stop()  # of processes that have worked before, it is the machine's trouble
+    monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.0)
+    assert ask(_QUESTIONS[:2], 2.0) == [Comparison.NOT_STARTED] * 2
+    late = pool_module._Pool(2)  # a process whose first start is late
+    late._processes[0]._imported.set()
+    assert late.compare(_QUESTIONS[:1], 2.0) == [Comparison.NOT_STARTED]
+
+
+#: No process can be started.
+_NO_START = Mock(side_effect=BlockingIOError("Resource temporarily unavailable"))
+
+
+def test_a_machine_without_processes_is_tried_again(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
+    pool.stop()
+    failures = iter([_NO_START] * 5)
+    monkeypatch.setattr(pool_module, "_start", lambda: next(failures, _start_stand_in)())
+    assert _is_right()
+    pool.stop()
+    monkeypatch.setattr(pool_module, "_start", _NO_START)
+    monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.1)
+    assert ask(_QUESTIONS, 2.0) == [Comparison.NOT_STARTED] * len(_QUESTIONS)
+
+
+def test_processes_that_cannot_be_started_leave_the_questions_to_the_others(pool, monkeypatch):
+    pool.stop()
+    assert ask(_QUESTIONS[:1], 2.0) == _RIGHT[:1]
+    assert len(_processes(pool)) == 1
+    monkeypatch.setattr(pool_module, "_start", _NO_START)
+    monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.05)
+    assert ask(_QUESTIONS * 8, 2.0) == _RIGHT * 8
+    assert len(_processes(pool)) == 1
+
+
+def test_no_kill_makes_a_verdict_wrong(pool):
+    killed = 0
+    draw = random.Random(0)
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(10):
+            asked = threads.submit(ask, _QUESTIONS * 2, 2.0)
+            time.sleep(draw.uniform(0, 0.05))
+            with contextlib.suppress(ProcessLookupError, IndexError):  # IndexError: none is left of the last round
+                os.kill(draw.choice(sorted(_family(_processes(pool)))), signal.SIGKILL)
+                killed += 1
+            assert asked.result() == _RIGHT * 2
+    assert killed >= 5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "size"), [("", 64 << 30, 8), ("4", 64 << 30, 3), ("64", 64 << 30, 1), ("", 5 << 29, 2)]
+)
+def test_processes_are_shared_by_the_local_ranks(monkeypatch, ranks, memory, size):
+    monkeypatch.setattr(machine, "cores", lambda root: 12)
+    monkeypatch.setattr(machine, "memory_limit", lambda root: memory)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert pool_module._size() == size
+
+
+@pytest.mark.slow
+def test_no_process_and_no_descriptor_is_left(pool):
+    def descriptors():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def zombies():
+        command = ["ps", "-o", "stat=", "--ppid", str(os.getpid())]
+        return subprocess.run(command, capture_output=True, text=True).stdout.count("Z")
+
+    pool.stop()
+    before, zombies_before = descriptors(), zombies()
+    for _ in range(2):
+        assert ask([_ENDLESS] * 6, 0.1) == [Comparison.TIME_LIMIT] * 6
+        pids = set(_processes(pool))
+        wait_until(functools.partial(_has_children, pids))
+        pool.stop()
+        assert _family(pids) == set()
+        assert descriptors() == before
+    assert zombies() == zombies_before
+
+
+_TRAINER = """
+import json, os, sys, time
+from troll_lab.rewards.mathematics import pool, success
+assert success.grade([r"\\boxed{18}", "18"], answer=["18"] * 2)[0].success
+assert not {"sympy", "math_verify"} & set(sys.modules) and pool._pool is None
+pool.ask([("9", r"\\frac{18}{2}")] * 2, 2.0)
+loader = os.fork()  # holds on to the pipes
+if loader == 0:
+    time.sleep(60)
+    os._exit(0)
+print(json.dumps([loader, [p._process.pid for p in pool._pool._processes if p._process]]), flush=True)
+time.sleep(60)
+"""
+
+
+def test_nothing_starts_before_it_is_needed_and_workers_die_with_the_process_that_asks():
+    with subprocess.Popen([sys.executable, "-c", _TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        loader, pids = json.loads(trainer.stdout.readline())
+        try:
+            assert pids
+            assert _has_children(pids)
+            trainer.kill()
+            wait_until(lambda: not _family(pids))
+        finally:
+            os.kill(loader, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_busy_machine_changes_no_verdict(pool):
+    with busy_machine(4):
+        assert ask([_ENDLESS, *_QUESTIONS * 8], 0.5) == [Comparison.TIME_LIMIT, *_RIGHT * 8]
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(pool, monkeypatch):
+    pool.stop()
+    monkeypatch.setattr(pool_module, "_start", _start_math_verify)
+    assert _is_right()
+    peak = 0
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, [("1", rf"({'7' * 900})^{{{10**k}}}") for k in range(4, 10)], 0.5)
+        while not asked.done():
+            for pid in _family(_processes(pool)):
+                with contextlib.suppress(OSError):
+                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+                    peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
+            time.sleep(0.005)
+    assert Comparison.EQUAL not in asked.result()
+    assert 0 < peak <= 1 << 30
+
+
+@pytest.mark.slow
+def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
+    def has_grown(before):
+        seen.update(_family(_processes(pool)) - set(_processes(pool)))
+        return len(seen) > before
+
+    pool.stop()
+    monkeypatch.setattr(pool_module, "_start", lambda: _start_stand_in("0"))
+    seen: set[int] = set()
+    for _ in range(5):
+        assert ask(_QUESTIONS[4:5], 2.0) == [Comparison.EQUAL]
+        wait_until(functools.partial(has_grown, len(seen)))
+    assert len(seen) >= 5
+    pool.stop()

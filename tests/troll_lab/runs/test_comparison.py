@@ -1,0 +1,381 @@
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.troll_lab.runs.test_report import Page, check_page
+from troll_lab.runs.comparison import Comparison
+from troll_lab.runs.comparison_page import write_comparison
+from troll_lab.runs.comparison_tables import console_table, markdown
+from troll_lab.runs.recorded import MANIFEST, read_runs
+
+READ = {"troll": ["kl_bound"], "regression": ["kl_bound"], "clip": ["epsilon"], "none": []}
+
+
+def write_run(folder: Path, surrogate: str, seed: int, success: float | None, **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    settings = {"surrogate": surrogate, "seed": seed, "kl_bound": 0.05, "epsilon": 0.2, "output_dir": str(folder)}
+    settings |= changes
+    (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    summary = {
+        "status": "interrupted" if success is None else "finished",
+        "recipe": "quickstart",
+        "surrogate": surrogate,
+        "surrogate_settings": {name: settings[name] for name in READ[surrogate]},
+        "success_before": 0.3,
+        "success_after": success,
+        "steps": 16,
+        "eval_questions": 64,
+        "entropy_after": 0.25,
+        "seconds": 100 + seed,
+        "training_seconds": 80,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [
+        {"step": step, "reward": 0.3 + step / 100 + seed / 10, "entropy": 0.5, "trust_region/kl_before_mean": 1e-3}
+        for step in range(1, 17)
+    ]
+    rows.append({"step": 8, "eval_rewards/success/mean": 0.4})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def summarise(run: Path, **changes: Any) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | changes))
+
+
+def write_folder(folder: Path) -> Path:
+    """Two bounds for TROLL, one clip, two seeds of each, and a run that was interrupted."""
+    for seed in (0, 1):
+        write_run(folder / f"a-{seed}", "troll", seed, 0.60 + seed / 10, kl_bound=0.01)
+        write_run(folder / f"b-{seed}", "troll", seed, 0.64 + seed / 10)
+        write_run(folder / f"c-{seed}", "clip", seed, 0.58 + seed / 5)
+    write_run(folder / "d", "none", 0, None)
+    names = ["a-0", "b-0", "c-0", "a-1", "b-1", "c-1", "d", "not started"]
+    (folder / MANIFEST).write_text(json.dumps({"runs": {name: {} for name in names}}))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "compare")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about the same runs."""
+    folder = write_folder(tmp_path_factory.mktemp("written") / "compare")
+    return write_comparison([folder], folder)
+
+
+def test_runs_that_differ_in_their_seed_are_one_group(folder: Path) -> None:
+    comparison = Comparison(read_runs([folder]))
+    troll, clip = "quickstart kl_bound=", "quickstart clip"
+    assert [group.label for group in comparison.groups] == [f"{troll}0.01 troll", f"{troll}0.05 troll", clip]
+    assert [group.finals for group in comparison.groups][2] == {0: 0.58, 1: pytest.approx(0.78)}
+    assert comparison.surrogates == ["troll", "clip"]
+    assert [dict(row)["kl_bound"] for row in comparison.table] == ["0.01", "0.05"]
+    assert all(cells["clip"] is comparison.groups[2] for cells in comparison.table.values()), "it reads no kl_bound"
+
+
+def test_differences_are_of_troll_and_each_rival_in_each_row(folder: Path) -> None:
+    differences = Comparison(read_runs([folder])).differences
+    assert [found.first.label for found in differences] == [f"quickstart kl_bound={k} troll" for k in ("0.01", "0.05")]
+    assert [found.second.label for found in differences] == ["quickstart clip"] * 2
+    assert [found.estimate.mean for found in differences] == [pytest.approx(-0.03), pytest.approx(0.01)]
+    # With one surrogate, rows are compared to the first.
+    (found,) = Comparison(read_runs([folder / name for name in ("a-0", "a-1", "b-0", "b-1")])).differences
+    assert found.estimate.mean == pytest.approx(0.04)
+    assert "kl_bound=0.05" in found.first.label
+
+
+def test_a_setting_that_differs_between_the_surrogates_is_not_hidden(tmp_path: Path) -> None:
+    fast = write_run(tmp_path / "fast", "troll", 0, 0.5, learning_rate=1e-3)
+    slow = write_run(tmp_path / "slow", "clip", 0, 0.5, learning_rate=1e-5)
+    comparison = Comparison(read_runs([fast, slow]))
+    assert len(comparison.table) == 2
+    assert comparison.differences == []
+
+
+def test_a_setting_that_some_runs_leave_out_tells_them_apart(tmp_path: Path) -> None:
+    """A configuration leaves out what is None; the summary has every setting that the surrogate reads."""
+    capped = write_run(tmp_path / "capped", "clip", 0, 0.7, epsilon_high=0.3)
+    plain = write_run(tmp_path / "plain", "clip", 0, 0.6)
+    for run, value in ((capped, 0.3), (plain, None)):
+        summarise(run, surrogate_settings={"epsilon": 0.2, "epsilon_high": value})
+    groups = Comparison(read_runs([capped, plain])).groups
+    assert [dict(group.row)["epsilon_high"] for group in groups] == ["0.3", "null"]
+
+
+def test_a_setting_that_a_surrogate_sets_itself_makes_no_row(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a", "troll", 0, 0.5, loss_type="grpo")]
+    runs.append(write_run(tmp_path / "b", "clip", 0, 0.5, loss_type="cispo"))
+    assert len(Comparison(read_runs(runs)).table) == 2
+    summarise(runs[1], surrogate_sets={"loss_type": "cispo"})
+    assert len(Comparison(read_runs(runs)).table) == 1
+
+
+def test_two_equal_runs_are_refused(folder: Path, tmp_path: Path) -> None:
+    again = write_run(tmp_path / "again", "clip", 0, 0.5)
+    with pytest.raises(ValueError, match="c-0 and again do not differ"):
+        _ = Comparison(read_runs([folder, again])).groups
+
+
+def test_runs_that_do_not_say_what_they_read_are_not_pooled(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(i), "troll", i, 0.5, kl_bound=0.01 * (i + 1)) for i in range(2)]
+    runs.append(write_run(tmp_path / "new", "troll", 0, 0.5))
+    runs.append(write_run(tmp_path / "clip", "clip", 0, 0.5))
+    for run in runs[:2]:  # an older version's summary did not say what the surrogate reads
+        summarise(run, surrogate_settings=None)
+    labels = [group.label.removeprefix("quickstart ") for group in Comparison(read_runs(runs)).groups]
+    assert labels == ["kl_bound=0.01 troll", "kl_bound=0.02 troll", "kl_bound=0.05 troll", "clip"]
+
+
+def test_unfinished_runs_change_no_label(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
+    runs.append(write_run(tmp_path / "interrupted", "troll", 0, None, kl_bound=3))
+    runs.append(write_run(tmp_path / "killed", "troll", 0, None, learning_rate=1.0))
+    (runs[-1] / "summary.json").unlink()
+    (group,) = Comparison(read_runs(runs)).groups
+    assert group.label == "quickstart troll"
+    assert "comparison of quickstart\n" in write_comparison(runs, tmp_path).read_text().replace("</h1>", "\n")
+
+
+def test_groups_meet_that_agree_on_what_both_read(tmp_path: Path) -> None:
+    bounds = [write_run(tmp_path / f"k{bound}", "troll", 0, bound, kl_bound=bound) for bound in (0.01, 0.05)]
+    ranges = [write_run(tmp_path / f"e{width}", "clip", 0, width, epsilon=width) for width in (0.1, 0.2)]
+    slow = write_run(tmp_path / "slow", "clip", 0, 0.5, learning_rate=1e-6)
+    for run in (*bounds, *ranges):
+        with (run / "config.yaml").open("a") as file:
+            file.write("learning_rate: 1.0e-4\n")
+    differences = Comparison(read_runs([*bounds, *ranges, slow])).differences
+    assert [found.estimate.mean for found in differences] == pytest.approx([-0.09, -0.19, -0.05, -0.15])
+
+
+def test_a_cell_tells_of_the_runs_that_failed(folder: Path) -> None:
+    recorded = {run.name: dict(run.settings) for run in read_runs([folder])}
+    recorded["late"] = recorded["c-0"] | {"seed": 2}
+    recorded["other"] = recorded["c-0"] | {"seed": 3}
+    content = {"runs": recorded, "recipes": {"late": "quickstart", "other": "another"}}
+    (folder / MANIFEST).write_text(json.dumps(content))
+    page = Page(write_comparison([folder], folder))
+    assert "68.0 ± 14.1 (2 of 3)" in page.text
+    assert "65.0 ± 7.1 (2)" in page.text
+    assert "of planned ones if some runs have not finished" in page.text
+    assert "late is left out: it is not started" in page.text
+
+
+def test_runs_without_success_are_compared_by_their_reward(tmp_path: Path) -> None:
+    runs = []
+    for surrogate, rewards in (("troll", (1.5, 2.5)), ("clip", (-1.0, 1.0))):
+        for seed, reward in enumerate(rewards):
+            runs.append(write_run(tmp_path / f"{surrogate}{seed}", surrogate, seed, 0.5))
+            summarise(runs[-1], success_before=None, success_after=None, reward_before=-2.0, reward_after=reward)
+    page = Page(write_comparison(runs, tmp_path))
+    for text in ("Final held-out reward", "2.000 ± 0.707 (2)", "0.000 ± 1.414 (2)", "+2.000 [", "−2.000"):
+        assert text in page.text
+    figures = json.loads((tmp_path / "comparison.json").read_text())
+    assert figures["metric"] == "final held-out reward"
+    assert figures["groups"][0]["reward_by_seed"] == {"0": 1.5, "1": 2.5}
+    assert figures["groups"][0]["reward_before"] == -2.0
+    assert figures["differences"][0]["reward"]["mean"] == 2.0
+    assert "| quickstart | 2.000 ± 0.707 (2) | 0.000 ± 1.414 (2) |" in (tmp_path / "comparison.md").read_text()
+
+
+def test_the_page_says_how_it_was_made(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"command": "troll compare quickstart --seeds 2 <&"}))
+    (folder / "c-0" / "report.html").write_text("")
+    page = Page(write_comparison([folder], folder))
+    assert "troll compare quickstart --seeds 2 <&" in page.text
+    assert [reference for reference in page.references if reference[0] != "#"] == ["c-0/report.html"]
+    assert "epsilon: 0.2" in page.text
+    assert "kl_bound: 0.05" not in page.text
+
+
+def test_diagnostics_are_drawn_where_somebody_logged_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "troll", 0, 0.5)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in (4, 8):
+            row = {"trust_region/diagnostics/sequence_kl": 0.1, "trust_region/tail_mass": 0.2}
+            file.write(json.dumps({"step": step} | row) + "\n")
+    page = Page(write_comparison([run], tmp_path))
+    assert page.card("kl-of-whole-sequences-1") and page.card("tail-mass-1")
+    assert page.card("clipped-fraction-1") is None
+
+
+def test_a_method_has_one_colour_in_all_plots(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, 0, 0.5) for name in ("clip", "troll")]
+    rows = [{"step": step, "reward": 0.5, "trust_region/kl_before_mean": 1e-3} for step in range(1, 17)]
+    for run, keys in zip(runs, ({"step", "reward"}, set(rows[0])), strict=True):
+        lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in rows]
+        (run / "metrics.jsonl").write_text("".join(lines))
+    page = Page(write_comparison(runs, tmp_path))
+    assert 'class="first solid"></i>clip' in str(page.card("reward-1"))
+    for card in ("reward-1", "kl-to-the-old-policy-1"):
+        assert 'class="second dashed"></i>troll' in str(page.card(card)), card
+        assert "stroke: var(--second)" in str(page.card(card)), card
+
+
+def test_lines_of_runs_that_logged_other_steps_meet(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
+    for start, run in enumerate(runs):  # thinned apart, to every fifth step, they would have none in common
+        rows = [{"step": step, "reward": 0.5} for step in range(1 + start, 501)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Page(write_comparison(runs, tmp_path)).card("reward-1") is not None
+
+
+def test_tables(folder: Path) -> None:
+    comparison = Comparison(read_runs([folder]))
+    lines = markdown(comparison).splitlines()
+    assert lines[2:5] == [
+        "|  | troll | clip |",
+        "| --- | --- | --- |",
+        "| quickstart kl_bound=0.01 | 65.0 ± 7.1 (2) | 68.0 ± 14.1 (2) |",
+    ]
+    assert lines[-2].startswith("| quickstart kl_bound=0.01 troll | quickstart clip | −3.0 [−66.5, +60.5] (2) |")
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(console_table(comparison))
+    assert "69.0 ± 7.1 (2)" in console.export_text()
+
+
+def test_groups_distinguish_runs_of_which_some_do_not_record_a_setting(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.6) for seed in (0, 1)]
+    runs.append(write_run(tmp_path / "beta", "troll", 0, 0.1, beta=0.04))
+    write_run(tmp_path / "unfinished", "troll", 2, None)
+    groups = Comparison(read_runs([*runs, tmp_path / "unfinished"])).groups
+    found = [(dict(group.row)["beta"], [run.name for run in group.runs], group.planned) for group in groups]
+    assert found == [("default", ["0", "1"], 3), ("0.04", ["beta"], 1)]
+
+
+def test_groups_plan_no_run_of_a_method_of_which_none_is_finished(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "done", "troll", 0, 0.6, kl_bound=0.01)]
+    runs += [
+        write_run(tmp_path / f"{bound}-{seed}", "troll", seed, None, kl_bound=bound)
+        for bound in (0.01, 0.05)
+        for seed in (1, 2)
+    ]
+    (group,) = Comparison(read_runs(runs)).groups
+    assert group.planned == 3
+
+
+def test_groups_know_the_settings_that_only_the_manifest_has(tmp_path: Path) -> None:
+    """A comparison that goes on with `--beta 0.0 0.04` keeps the runs that were made without it."""
+    write_run(tmp_path / "old", "troll", 0, 0.6)
+    write_run(tmp_path / "new", "troll", 1, 0.5, beta=0.0)
+    write_run(tmp_path / "other", "troll", 1, 0.1, beta=0.04)
+    runs = {"old": {"beta": 0.0}, "new": {"beta": 0.0}, "other": {"beta": 0.04}}
+    (tmp_path / MANIFEST).write_text(json.dumps({"runs": runs}))
+    groups = Comparison(read_runs([tmp_path])).groups
+    found = [(dict(group.row)["beta"], [run.name for run in group.runs]) for group in groups]
+    assert found == [("0.0", ["old", "new"]), ("0.04", ["other"])]
+
+
+def test_the_files_of_a_comparison(written: Path) -> None:
+    folder = written.parent
+    first = {path.name: path.read_bytes() for path in folder.glob("comparison.*")}
+    assert sorted(first) == ["comparison.html", "comparison.json", "comparison.md"]
+    write_comparison([folder], folder)
+    assert {path.name: path.read_bytes() for path in folder.glob("comparison.*")} == first
+
+    figures = json.loads(first["comparison.json"])
+    assert figures["unfinished"] == ["d", "not started"]
+    group = figures["groups"][2]
+    assert (group["surrogate"], group["entropy"], group["seconds"]) == ("clip", 0.25, 100.5)
+    assert group["success"]["mean"] == pytest.approx(0.68)
+    assert group["success"]["interval_method"] == "t" and group["success"]["interval"][1] > 1
+
+
+def test_the_page_is_self_contained_and_says_everything(written: Path) -> None:
+    page = Page(written)
+    check_page(page)
+    for text in ("6 runs, 2 seeds", "65.0 ± 7.1 (2)", "−3.0 [", "d is left out: it is interrupted", "0.250", "100 s"):
+        assert text in page.text
+    assert page.tags.count("svg") == 4 * 2 + 2 * 2, "success, reward, entropy, KL, outcome and lead, of two bounds"
+    assert "Projected fraction" not in page.text, "no run logged it"
+    outcome, lead = str(page.card("outcome-1")), str(page.card("lead-1"))
+    assert "troll   65.0 %" in outcome and "clip   68.0 %" in outcome
+    assert "troll − clip   −3.0 [−66.5, +60.5] points" in lead
+    assert page.source.index('id="outcome-1"') < page.source.index("<table>")
+    # Intervals of shares.
+    assert "68.0 ± 14.1 (2)0.0 to 100.0" in page.text
+    assert "100 %" in outcome and "150 %" not in outcome
+
+
+def test_bands_reach_from_the_smallest_to_the_largest_seed(written: Path) -> None:
+    card = Page(written).card("reward-1")
+    assert card is not None
+    line = re.findall(r'<path d="([^"]*)"[^>]*stroke: var\(--first\); stroke-width: 1.6', card)[0]
+    band = re.findall(r'<path id="[^"]*" d="([^"]*)"/>\s*</defs>\s*<g[^>]*>\s*<use [^>]*y="([^"]*)"', card)[0]
+    middle = [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", line)]
+    edge = [float(y) + float(band[1]) for _, y in re.findall(r"[ML] (\S+) (\S+)", band[0])]
+    # Rewards of the seeds are 0.1 apart, and each rises by 0.11 between the running mean's ends.
+    assert max(edge) - max(middle) == pytest.approx(min(middle) - min(edge), rel=1e-3)
+    assert max(edge) - max(middle) == pytest.approx(0.05 / 0.12 * (max(middle) - min(middle)), rel=0.1)
+
+
+def test_settings_that_were_chosen_for_each_method_make_no_row(tmp_path: Path) -> None:
+    for name, surrogate, bound in (("a", "troll", 0.01), ("b", "regression", 0.2)):
+        write_run(tmp_path / name, surrogate, 0, 0.5, kl_bound=bound)
+    for settled, labels in (
+        ([], ["quickstart kl_bound=0.01 troll", "quickstart kl_bound=0.2 regression"]),
+        (["kl_bound"], ["quickstart troll", "quickstart regression"]),
+    ):
+        (tmp_path / MANIFEST).write_text(json.dumps({"runs": {"a": {}, "b": {}}, "settled": settled}))
+        assert [group.label for group in Comparison(read_runs([tmp_path])).groups] == labels
+
+
+def test_seeds_that_agree_have_no_interval(tmp_path: Path) -> None:
+    for lead, text in ((0.0, "0.0 (2), no seed differs"), (0.1, "+10.0 (2), the same for every seed")):
+        runs = [
+            write_run(tmp_path / f"{lead}" / f"{name}{seed}", name, seed, 0.5 + 0.2 * seed + lead * (name == "troll"))
+            for name in ("troll", "clip")
+            for seed in (0, 1)
+        ]
+        assert text in markdown(Comparison(read_runs(runs)))
+    equal = [write_run(tmp_path / "equal" / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
+    assert "50.0 ± 0.0 (2)50" not in Page(write_comparison(equal, tmp_path)).text
+
+
+def test_one_seed_has_wilsons_interval(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", "troll", 0, 0.5)
+    page = Page(write_comparison([run, write_run(tmp_path / "two", "clip", 0, 0.75)], tmp_path / "out"))
+    assert "50.0 (1)38.1 to 61.9" in page.text, "32 of 64 answers"
+
+
+def test_before_any_run_has_finished(tmp_path: Path) -> None:
+    page = Page(write_comparison([write_run(tmp_path / "run", "troll", 0, None)], tmp_path))
+    assert "No run has finished yet" in page.text
+
+
+def test_many_rows_share_the_colours(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(i), "troll", 0, 0.5, kl_bound=0.01 * (i + 1)) for i in range(8)]
+    page = Page(write_comparison(runs, tmp_path))
+    assert page.tags.count("svg") == 4 * 2 + 2, "the two of the outcome have them all"
+    card = page.card("reward-2")
+    assert card is not None and card.count("<li>") == 2
+
+
+def test_what_comes_from_the_runs_is_escaped(tmp_path: Path) -> None:
+    attack = "</table><script>alert(1)</script>"
+    runs = [write_run(tmp_path / str(i), "troll", 0, 0.5, task=f"'{attack}{i}'") for i in range(2)]
+    page = Page(write_comparison(runs, tmp_path))
+    assert "script" not in page.tags
+    assert attack in page.text
+
+
+def test_folders_without_runs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="neither a run folder"):
+        read_runs([tmp_path])
+    (tmp_path / MANIFEST).write_text('{"runs": {"a": {}}}')
+    with pytest.raises(FileNotFoundError, match="has no runs yet"):
+        read_runs([tmp_path])
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"config\.yaml: not YAML"):
+        read_runs([tmp_path / "bad"])

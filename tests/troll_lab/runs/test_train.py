@@ -1,0 +1,438 @@
+import io
+import json
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from rich.console import Console
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations import integration_utils
+
+from tests.troll_lab.runs.conftest import logged, short, trainer_with
+from troll.files import locked
+from troll.trl import TrollTrainer
+from troll.trl.checkpoints import check_complete
+from troll_lab import recipes
+from troll_lab.evaluation.training_task import TrainingTask, find_training_task
+from troll_lab.recipes import Recipe, RecipeError
+from troll_lab.runs import build
+from troll_lab.runs.comparison_page import write_comparison
+from troll_lab.runs.folders import LOCK, checkpoint_of
+from troll_lab.runs.page_frame import percent
+from troll_lab.runs.train import ProgressLine, RunFiles, train
+from troll_lab.tasks import TaskError, load_task
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, str]:
+    """A run that was never interrupted: its overrides, its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    overrides, output = short(tiny_model, folder), io.StringIO()
+    assert train(recipes.load("quickstart", overrides), Console(file=output, width=200))
+    return overrides, folder, output.getvalue()
+
+
+def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> None:
+    overrides, folder, printed = whole
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["rollouts"]) == ("finished", 4, 2)
+    assert 0 <= summary["success_before"] <= 1
+    assert 0 <= summary["success_after"] <= 1
+
+    lines = lines_of(folder)
+    assert (summary["surrogate"], summary["advantage_estimator"]) == ("troll", "group")
+    assert summary["surrogate_settings"]["kl_bound"] == 0.05
+    assert summary["entropy_after"] == [line["entropy"] for line in lines if "loss" in line][-1]
+    assert summary["training_seconds"] == pytest.approx(sum(line.get("step_time", 0) for line in lines), abs=0.06)
+    assert summary["training_seconds"] < summary["seconds"]
+    assert "with TROLL, KL bound 0.05" in printed
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
+    trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]
+    assert trust_region[0] == pytest.approx(0, abs=1e-9), "the first update of a rollout is on-policy"
+    assert trust_region[1] > 0
+
+    verdicts = json.loads((folder / "verdicts.json").read_text())
+    assert verdicts["step"] == 4
+    assert len(verdicts["question"]) == len(verdicts["success"]) == summary["eval_size"]
+    assert sorted(verdicts["row"]) == list(range(summary["eval_size"]))
+    assert sum(verdicts["success"]) / summary["eval_size"] == pytest.approx(summary["success_after"])
+    prompts = load_task(recipes.load("quickstart", overrides).task).eval_dataset["prompt"]
+    assert [prompts[number] for number in verdicts["question"]] == prompts
+    assert len(set(verdicts["question"])) == len(set(prompts))
+
+    AutoTokenizer.from_pretrained(folder / "model")
+    assert weights(folder)
+    assert "<html" in (folder / "report.html").read_text()
+    assert recipes.load(str(folder / "config.yaml")).settings["max_steps"] == 4
+    assert "report" in printed
+
+    trained = TrainingTask.of(recipes.load("quickstart", overrides).task, None)
+    assert trained.task_options["prompt"] == "{expression} ="
+    for place in (folder, folder / "model", folder / "checkpoint-2", folder / "checkpoint-4"):
+        assert find_training_task(str(place)) == trained
+        assert (place / "task.json").is_file()
+    check_complete(folder / "checkpoint-4")  # what was added later does not count
+    card = (folder / "model" / "README.md").read_text()
+    assert f"| after step 4 | {percent(summary['success_after'])} |" in card
+    assert f"from_pretrained('{folder / 'model'}')" in card
+    assert (folder / "README.md").read_text() == card
+
+
+def test_a_run_ends_with_its_process_group(short_run: list[str], console: Console) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    one_rollout = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_strategy", "no"]
+    assert train(recipes.load("quickstart", [*short_run, *one_rollout]), console)
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_hub_shows_the_card_of_the_run(short_run, tmp_path, console, monkeypatch):
+    uploads: list[tuple[str, str]] = []
+
+    def upload_folder(api, *, repo_id, folder_path, **options) -> Future:
+        assert repo_id == "you/sums"
+        assert (Path(folder_path) / "task.json").is_file()
+        uploads.append((Path(folder_path).name, (Path(folder_path) / "README.md").read_text()))
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "you"})
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **options: SimpleNamespace(repo_id="you/sums"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    pushed = ["--push_to_hub", "true", "--hub_model_id", "you/sums"]
+    assert train(recipes.load("quickstart", [*short_run, *pushed]), console)
+    assert [folder for folder, _ in uploads] == ["run", "run", "model"]
+    assert all("from_pretrained('you/sums')" in card for _, card in uploads)
+    (_, first), _, (_, last) = uploads
+    assert "(unfinished)" in first and "| after step 4 |" not in first
+    assert "(unfinished)" not in last and "| after step 4 |" in last
+    assert "pushed  https://huggingface.co/you/sums" in console.export_text()
+
+
+class InterruptAtStep3(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_usable_and_resumes_exactly(short_run, tmp_path, console, monkeypatch, whole):
+    _, uninterrupted, _ = whole
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "_trainer", trainer_with(InterruptAtStep3()))
+        assert not train(recipes.load("quickstart", short_run), console)
+    folder = tmp_path / "run"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert "interrupted" in (folder / "report.html").read_text()
+    assert weights(folder)
+    assert "resume with the same command and --resume_from_checkpoint" in console.export_text()
+
+    kept, summary = weights(folder), (folder / "summary.json").read_text()
+    again = [*short_run, "--resume_from_checkpoint"]
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="cannot be read"):
+        patched.setattr(TrollTrainer, "_load_from_checkpoint", Mock(side_effect=OSError("cannot be read")))
+        train(recipes.load("quickstart", again), console)
+    assert (folder / "summary.json").read_text() == summary
+    assert all(torch.equal(weight, kept[name]) for name, weight in weights(folder).items())
+
+    assert train(recipes.load("quickstart", again), console)
+    for name, weight in weights(uninterrupted).items():
+        torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
+    assert logged(folder) == logged(uninterrupted)
+
+
+def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, console, monkeypatch):
+    class Poison(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+            with torch.no_grad():
+                next(model.parameters()).fill_(torch.nan)
+
+    monkeypatch.setattr(build, "_trainer", trainer_with(Poison()))
+    with pytest.raises(FloatingPointError, match="step 2"):
+        train(recipes.load("quickstart", short_run), console)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_last_step_is_logged_for_any_logging_steps(short_run, tmp_path, console):
+    accumulates = ["--gradient_accumulation_steps", "2", "--steps_per_generation", "4"]
+    train(recipes.load("quickstart", [*short_run, *accumulates, "--logging_steps", "3"]), console)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rollouts"] == 2
+    assert [line["step"] for line in lines_of(tmp_path / "run") if "trust_region/kl_before_mean" in line] == [3, 4]
+
+
+def test_true_in_yaml_resumes_from_the_last_checkpoint(short_run, tmp_path):
+    recipe = recipes.load("quickstart", short_run)
+    recipe.training.resume_from_checkpoint = True  # type: ignore[assignment]  # what YAML makes of true
+    with pytest.raises(RecipeError, match="no complete checkpoint in output_dir"):
+        checkpoint_of(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--output_dir", "OCCUPIED"], r"is not empty: choose another with --output_dir$"),
+        (["--output_dir", "OCCUPIED/precious/below"], "cannot be used: Not a directory"),
+        (["--resume_from_checkpoint"], "no complete checkpoint in output_dir"),
+        (["--resume_from_checkpoint", "OCCUPIED"], "not the folder of a checkpoint"),
+        (["--model_name_or_path", "OCCUPIED"], "does not hold a model"),
+        (["--model_name_or_path", "nobody/nothing"], "no such folder"),
+        (["--model_name_or_path", "OCCUPIED", "--warm_up", '{"max_steps": 3}'], "warm_up is how the model 'toy'"),
+        (
+            ["--eval_tasks", "free_text", "--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"],
+            "eval_tasks and dataloader_persistent_workers exclude each other",
+        ),
+        (["--task", "math", "--dataset_path", "OCCUPIED/rows.jsonl", "--task_options", "{}"], "test row 12 "),
+    ],
+)
+def test_mistakes_are_found_before_training(short_run, tmp_path, console, monkeypatch, overrides, message):
+    monkeypatch.setattr(build, "_trainer", lambda *_: pytest.fail("training was set up"))
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "precious").touch()
+    (occupied / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": ""}\n' * 20)
+    given = [part.replace("OCCUPIED", str(occupied)) for part in overrides]
+    with pytest.raises((RecipeError, TaskError), match=message):
+        train(recipes.load("quickstart", [*short_run, *given]), console)
+    assert (occupied / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--report_to", "wandb"], "report_to: wandb is not installed"),
+        (["--push_to_hub", "true"], r"push_to_hub: .*log in with hf auth login"),
+        (["--rollout_func", "agent"], r"rollout_func must be FILE\.py:function or module:function, got 'agent'"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_is_looked_for(short_run, console, monkeypatch, overrides, message):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    monkeypatch.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
+    with pytest.raises((RecipeError, TaskError), match=message):
+        train(recipes.load("quickstart", [*short_run, *overrides]), console)
+
+
+def test_train_refuses_a_folder_in_which_another_one_trains(short_run, console, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
+    recipe = recipes.load("quickstart", short_run)
+    folder = Path(str(recipe.training.output_dir))
+    with (
+        locked(folder, LOCK, holder="a test", error=RuntimeError),
+        pytest.raises(RecipeError, match="another troll train is at work in"),
+    ):
+        train(recipe, console)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refused"),
+    [
+        ("kl_bound", "0.1", True),
+        ("eval_size", "4", True),
+        ("eval_tasks", "free_text", True),
+        ("seed", "1", True),
+        ("max_steps", "6", False),
+        ("logging_steps", "2", False),
+        ("max_grad_norm", "0.5", False),
+        ("save_total_limit", "3", False),
+        ("eval_steps", "4", False),
+    ],
+)
+def test_what_a_resumed_run_may_change(short_run, tmp_path, field, value, refused):
+    folder = tmp_path / "run"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
+    changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
+    if refused:
+        with pytest.raises(RecipeError, match=f"with other settings: {field} is .* there and .*{value}.* here"):
+            checkpoint_of(changed, folder)
+    else:
+        assert checkpoint_of(changed, folder) is True
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+
+
+def on_local_files(short_run: list[str], recipe: str, path: Path, *overrides: str) -> Recipe:
+    """A recipe for real data, shortened to two updates of a tiny model."""
+    if not path.exists():
+        pytest.skip(f"needs the files of ../shared/data/{path.relative_to(DATA)}")
+    short = ["--dataset_path", str(path), "--dtype", "float32", "--max_completion_length", "16", "--max_steps", "2"]
+    return recipes.load(recipe, [*short_run, *short, "--gradient_accumulation_steps", "1", *overrides])
+
+
+def test_fewer_prompts_than_a_rollout_takes_are_refused(short_run: list[str], console: Console) -> None:
+    with pytest.raises(RecipeError, match=r"a rollout takes 4 prompts .* has 3 to train on"):
+        train(recipes.load("quickstart", [*short_run, "--train_size", "3"]), console)
+
+
+def test_gsm8k_recipe_trains_by_chat_and_evaluates_other_tasks(short_run, chat_model, tmp_path, console):
+    benchmarks = [f"{name}={DATA / 'math_eval' / name}.jsonl" for name in ("aime24", "amc23")]
+    several = ["--num_generations_eval", "2", "--eval_temperature", "1", "--eval_tasks", *benchmarks]
+    model = ["--model_name_or_path", str(chat_model(CHAT_TEMPLATE))]
+    assert train(on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", *model, *several), console)
+    lines = lines_of(tmp_path / "run")
+    assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
+    assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
+    for step in (0, 2):
+        found = [line for line in lines if line["step"] == step]
+        assert [sum(f"eval_{name}pass@1" in line for line in found) for name in ("", "aime24_", "amc23_")] == [1, 1, 1]
+    last = next(line for line in lines if "eval_aime24_pass@1" in line)
+    assert {"eval_aime24_pass@2", "eval_aime24_maj@2", "eval_aime24_rewards/success/mean"} < last.keys()
+    assert "eval_reward" not in last
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "maj@2" in page and "aime24" in page
+
+
+def test_tasks_of_ones_own_are_judged_by_their_own_rewards(short_run, tmp_path, console, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"q": "a?", "a": "1"}\n{"q": "b?", "a": "2"}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def success(prompts, completions, a, **columns):\n"
+        "    assert all(prompt in ('Q: a?', 'Q: b?') for prompt in prompts)\n"
+        "    return [float(each == '2') for each in a]\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "{dataset: rows.jsonl, eval_dataset: rows.jsonl, columns: {prompt: q, a: a}, reward: 'rewards.py:success'}"
+    )
+    own = {"task": str(tmp_path / "own.yaml"), "task_options": {"prompt": "Q: {question}"}}
+    recipe.write_text(json.dumps({"extends": "quickstart", "eval_tasks": [own]}))
+    assert train(recipes.load(str(recipe), short_run), console)
+    lines = [line for line in lines_of(tmp_path / "run") if "eval_own_pass@1" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert {(line["eval_own_pass@1"], line["eval_own_reward"]) for line in lines} == {(0.5, 0.5)}
+    assert all("eval_own_maj@2" not in line for line in lines)
+    again = recipes.load(str(tmp_path / "run" / "config.yaml"), ["--output_dir", str(tmp_path / "again")])
+    assert again.task.other_tasks()[0].options == own["task_options"]
+
+
+AGENT = """
+from troll.trl import complete
+
+
+def rollout(prompts, trainer):
+    prompt_ids = trainer.processing_class(list(prompts))["input_ids"]
+    (first, _), (last, logprobs) = (complete(trainer, prompt_ids) for _ in range(2))
+    earlier = [[{"prompt_ids": p, "completion_ids": c}] for p, c in zip(prompt_ids, first)]
+    return {"prompt_ids": prompt_ids, "completion_ids": last, "logprobs": logprobs, "earlier": earlier}
+"""
+
+
+def test_a_recipe_names_its_rollout_function(short_run: list[str], tmp_path: Path, console: Console) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"extends": "quickstart", "rollout_func": f"{tmp_path / 'agent.py'}:rollout"}))
+    assert train(recipes.load(str(recipe), short_run), console)
+    found = [line.get("conversations/per_sample") for line in lines_of(tmp_path / "run")]
+    assert [each for each in found if each is not None] == [2, 2]
+    again = recipes.load(str(tmp_path / "run" / "config.yaml"))
+    assert again.task.rollout_func == f"{tmp_path / 'agent.py'}:rollout"
+
+
+def test_a_chat_template_that_refuses_is_one_line(short_run, chat_model, console):
+    model = chat_model("{% if strict %}{{ raise_exception('System role not supported') }}{% endif %}")
+    overrides = ["--model_name_or_path", str(model), "--chat_template_kwargs", '{"strict": true}']
+    with pytest.raises(TaskError, match=r"prompts of .*chain_sum: System role not supported; check") as error:
+        train(recipes.load("quickstart", [*short_run, *overrides]), console)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_cut_short_are_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(RecipeError, match=r"the weights of .*model cannot be read"):
+        train(recipes.load("quickstart", [*short_run, "--model_name_or_path", str(model)]), Console(quiet=True))
+
+
+@pytest.mark.needs_bubblewrap
+def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(short_run, tmp_path, console):
+    once = ["--eval_on_start", "false", "--eval_size", "4"]
+    assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl", *once), console)
+    lines = lines_of(tmp_path / "run")
+    assert any("rewards/success/mean" in line and "rewards/passed_fraction/mean" in line for line in lines)
+    assert any("eval_pass@1" in line for line in lines)
+
+
+def state_with(logs: list[Any], step: int) -> TrainerState:
+    return TrainerState(global_step=step, max_steps=10, log_history=logs, is_world_process_zero=True)
+
+
+def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # an interrupted run went past its checkpoint
+    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}))
+    arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
+    logs: list[Any] = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
+    callback.on_train_begin(arguments, state_with(logs, 2), control)
+    logs.append({"step": 3, "reward": 1.0})
+    callback.on_log(arguments, state_with(logs, 3), control)
+    callback.on_log(arguments, state_with([*logs, {"step": 3, "train_runtime": 1.0}], 3), control)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == logs
+
+
+def test_progress_prints_what_is_new_in_a_log_where_there_is_no_terminal(tmp_path: Path) -> None:
+    output = io.StringIO()
+    callback = ProgressLine(Console(file=output, width=200))
+    arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
+    callback.on_train_begin(arguments, state_with([], 0), control)
+    callback.on_step_end(arguments, state_with([], 1), control)
+    callback.on_log(arguments, state_with([{"step": 1, "reward": 0.25, "rewards/success/mean": None}], 1), control)
+    callback.on_log(arguments, state_with([{"step": 2, "reward": 0.5, "loss": 0.1}], 2), control)
+    callback.on_log(arguments, state_with([{"step": 2, "eval_rewards/success/mean": 0.5}], 2), control)
+    callback.on_log(arguments, state_with([{"step": 2, "train_runtime": 1.0}], 2), control)
+    callback.stop()
+    lines = ["step 1/10  reward 0.25", "step 2/10  reward 0.50", "step 2/10  held-out 50%"]
+    assert output.getvalue().splitlines() == lines, "the evaluation of a step must not repeat its training"
+
+
+def test_a_run_with_an_infinite_bound_writes_strict_json_and_resumes(short_run, tmp_path, console):
+    """Also what transformers writes, the state of its trainer."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    folder = tmp_path / "run"
+    fields = [*short_run, "--kl_bound", ".inf", "--pull", "proximal"]
+    assert train(recipes.load("quickstart", fields), console)
+    shutil.rmtree(folder / "checkpoint-4")
+    assert train(recipes.load("quickstart", [*fields, "--resume_from_checkpoint"]), console)
+    texts = [path.read_text() for path in folder.rglob("*.json")]
+    lines = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(texts) > 5 and len(lines) > 5
+    for text in (*texts, *lines):
+        json.loads(text, parse_constant=refuse)
+    assert json.loads((folder / "summary.json").read_text())["kl_bound"] == "Infinity"
+    write_comparison([folder], tmp_path / "page")
+    json.loads((tmp_path / "page" / "comparison.json").read_text(), parse_constant=refuse)

@@ -1,0 +1,87 @@
+"""What docs/tasks.md shows, and the examples next to it."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import load_dataset
+
+from troll_lab.runs.toy_model import WarmUp
+from troll_lab.tasks import TaskConfig, load_task
+from troll_lab.tasks.judges import JUDGES, Judge
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
+EXAMPLES = ROOT / "examples" / "tasks"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_shows_the_examples():
+    warm_up, geometry = blocks("yaml")
+    assert geometry == (EXAMPLES / "geometry.yaml").read_text()
+    assert WarmUp.of(TaskConfig(**yaml.safe_load(warm_up))).format_share == 0.02
+    assert blocks("python")[0] == (EXAMPLES / "sorting.py").read_text()
+
+
+def test_the_page_names_the_data_sets_that_are_refused_or_have_a_verifier():
+    section = PAGE.partition("## Data sets of reasoning-gym\n")[2].partition("\n## ")[0]
+    texts = section.partition("any text:")[2].partition("\n- ")[0], section.partition("| refused | reason |\n")[2]
+    verified, refused = (sorted(set(JUDGES).intersection(re.findall(r"`(\w+)`", text))) for text in texts)
+    assert verified == [name for name, judge in JUDGES.items() if judge is Judge.VERIFIER]
+    assert refused == [name for name, judge in JUDGES.items() if isinstance(judge, str)]
+    assert re.findall(r"^- (\d+) are", section, re.MULTILINE) == [str(len(verified)), str(len(refused))]
+
+
+def test_the_yaml_example():
+    task = load_task(TaskConfig(str(EXAMPLES / "geometry.yaml"), eval_size=2), for_training=True)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (4, 2)
+    (success,) = task.reward_funcs
+    completions = [f"<answer>{answer}</answer>" for answer in ("9\\pi", "13.0", "\\sqrt{8}", "72")]
+    rewards = success(prompts=[""] * 4, completions=completions, answer=task.train_dataset["answer"])
+    assert rewards == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("argument", "length"), [("", 5), (":8", 8)])
+def test_the_python_example(argument, length):
+    task = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=50), for_training=True)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (50, 256)
+    for size in (1, None):
+        other = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=size, eval_size=None))
+        assert other.eval_dataset["prompt"][:256] == task.eval_dataset["prompt"]
+        assert not set(other.train_dataset["prompt"]) & set(other.eval_dataset["prompt"])
+    assert len(other.train_dataset) > 8000
+    answers = task.train_dataset["answer"]
+    assert answers[0].count(",") == length - 1
+    (success,) = task.reward_funcs
+    given = [f"<answer>{answers[0]}</answer>", answers[0]]
+    assert success(prompts=["", ""], completions=given, answer=[answers[0]] * 2) == [1.0, 0.0]
+
+
+def test_the_script_for_trl(monkeypatch):
+    made = {}
+    monkeypatch.setattr("troll.trl.TrollTrainer", lambda **arguments: made.update(arguments))
+    monkeypatch.setattr("troll.trl.TrollConfig", lambda **settings: settings)
+    exec(blocks("python")[1], {})
+    (success,) = made["reward_funcs"]
+    rows = made["train_dataset"][:]
+    assert success(prompts=rows["prompt"], completions=[r"\boxed{42}"], answer=rows["answer"]) == [1.0]
+
+
+def test_the_script_for_verl(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, test = [{"question": "a?", "answer": "#### 1"}], [{"question": "b?", "answer": "#### 2"}]
+    hub(("openai/gsm8k", "main"), train=train, test=test)
+    command = "python examples/verl/prepare.py gsm8k data/gsm8k"
+    assert command in PAGE
+    _, script, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    for name, truth in (("train", "1"), ("test", "2")):
+        (row,) = load_dataset("parquet", data_files=f"data/gsm8k/{name}.parquet", split="train")
+        assert row["reward_model"] == {"style": "rule", "ground_truth": truth}

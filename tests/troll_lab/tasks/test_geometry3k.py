@@ -1,0 +1,64 @@
+import pytest
+from datasets import Dataset, Image, List
+from PIL import Image as PillowImage
+
+from troll_lab.tasks import TaskConfig, TaskError, load_task
+
+
+def write(tmp_path, name, problems, answers, pictures=None, columns=("images", "problem", "answer")):
+    if pictures is None:
+        pictures = [[PillowImage.new("RGB", (8, 8), color=(number, 0, 0))] for number in range(len(problems))]
+    rows = Dataset.from_dict(dict(zip(columns, (pictures, problems, answers), strict=True)))
+    rows.cast_column(columns[0], List(Image())).to_parquet(tmp_path / f"{name}.parquet")
+
+
+def test_rows_become_prompts_with_their_images(tmp_path):
+    write(tmp_path, "train", ["<image>Find x.", "<image>Find x.", "<image>Find y."], ["3", "4", r"2 \sqrt { 2 }"])
+    write(tmp_path, "test", ["<image>Find x."], ["4"])
+    task = load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    # The same text with another answer is about another diagram.
+    assert task.train_dataset["answer"] == ["3", r"2 \sqrt { 2 }"]
+    write(tmp_path, "test", ["<image>Find z.", "<image>Find x."], ["1", "4"])
+    fewer = load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path), eval_size=1), conversational=True)
+    assert fewer.eval_dataset["answer"] == ["1"]
+    assert fewer.train_dataset["answer"] == ["3", r"2 \sqrt { 2 }"]
+    row = task.train_dataset[1]
+    (message,) = row["prompt"]
+    assert message["role"] == "user"
+    assert message["content"].startswith("Find y.\n")
+    assert r"\boxed{}" in message["content"]
+    (image,) = row["images"]
+    assert image.getpixel((0, 0)) == (2, 0, 0)
+    (success,) = task.reward_funcs
+    completions = [[{"role": "assistant", "content": r"\boxed{\sqrt{8}}"}], [{"role": "assistant", "content": "3"}]]
+    assert success(prompts=[None] * 2, completions=completions, answer=[r"2 \sqrt { 2 }", "3"]) == [1.0, 0.0]
+
+
+def test_mistakes_are_named(tmp_path):
+    Dataset.from_dict({"problem": ["<image>Find x."], "answer": ["3"]}).to_parquet(tmp_path / "train.parquet")
+    write(tmp_path, "test", ["<image>Find x."], ["4"])
+    with pytest.raises(TaskError, match=r"the train rows of .* have no column 'images', only problem, answer"):
+        load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    write(tmp_path, "train", ["<image>Find x."], [" "])
+    with pytest.raises(TaskError, match=r"train row 0 .* no answer in its field 'answer'"):
+        load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    some = [PillowImage.new("RGB", (8, 8))]
+    for pictures in ([some, []], [some, None]):
+        write(tmp_path, "train", ["<image>Find x."] * 2, ["3", "4"], pictures)
+        with pytest.raises(TaskError, match=r"train row 1 .* has no image in its field 'images'"):
+            load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    write(tmp_path, "train", ["<image>Find x."], ["3"])
+    with pytest.raises(TaskError, match="take a vision-language model with a chat template"):
+        load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)))
+    with pytest.raises(TaskError, match="task 'geometry3k' has no option 'a'; it has columns"):
+        load_task(TaskConfig(task="geometry3k", task_options={"a": 1}))
+
+
+def test_columns_are_mapped(tmp_path):
+    for name in ("train", "test"):
+        write(tmp_path, name, [f"Find {name}."], ["3"], columns=("diagram", "text", "answer"))
+    options = {"columns": {"images": "diagram", "problem": "text"}}
+    config = TaskConfig(task="geometry3k", dataset_path=str(tmp_path), task_options=options)
+    task = load_task(config, conversational=True)
+    assert sorted(task.train_dataset.column_names) == ["answer", "images", "prompt"]
+    assert task.eval_dataset[0]["prompt"][0]["content"].startswith("Find test.")

@@ -1,0 +1,209 @@
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.troll_lab.runs.conftest import tiny_model  # noqa: F401  a fixture
+from troll_lab import cli
+from troll_lab.rewards.mathematics import MathGrader
+from troll_sandbox.errors import SandboxError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "quikstart"], "did you mean quickstart"),
+        (["train", "quickstart", "--learing_rate", "1"], "did you mean --learning_rate"),
+        (["train", "quickstart", "--model_name_or_path", "/nonexistent"], "cannot load the model"),
+        (["train", "quickstart", "--task_options", "{"], "not valid JSON"),
+        (["train", "--kl_bound", "0.1", "quickstart"], "the recipe comes first: troll train RECIPE"),
+        (["compare", "--seeds", "3", "quickstart"], "the recipe comes first: troll compare RECIPE"),
+        (["compare", "quickstart", "quikstart", "--seeds", "3"], "did you mean quickstart"),
+        (["report", "/nonexistent"], "not a run folder"),
+        (["report", __file__], "not a run folder"),
+        (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
+        (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
+        (
+            ["eval", "/nonexistent"],
+            "no task: name one with --task (only what troll train has saved brings its own); there is no folder "
+            "/nonexistent",
+        ),
+        (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
+        (["tasks", "check", "gsm9k"], "unknown task 'gsm9k'; known tasks: aime24"),
+        (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),
+        # What argparse finds.
+        (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
+        (["evaluate"], "invalid choice: 'evaluate'"),
+        (["tasks", "chek", "gsm8k"], "invalid choice: 'chek'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        assert cli.main(arguments) == 2
+    except SystemExit as ended:  # of argparse
+        assert ended.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("troll: error: ")
+    assert error.count("\n") == 1
+
+
+def test_eval_goes_on_where_it_was_stopped(tiny_model, tmp_path, monkeypatch, capsys):  # noqa: F811
+    from troll_lab.evaluation import run
+
+    command = ["eval", str(tiny_model), "--task", "reasoning_gym:chain_sum", "--eval_size", "2"]
+    command += ["--max_new_tokens", "4", "--output_dir", str(tmp_path / "out")]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "load_model", interrupted)
+        assert cli.main(command) == 130
+    assert "the same command resumes" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "reasoning_gym:chain_sum" in shown
+    assert str(tmp_path / "out" / "results.json") in shown
+    assert cli.main([*command, "--seed", "1"]) == 2
+    assert "seed is 0 there and 1 here" in capsys.readouterr().err
+
+
+def test_eval_prompts_a_copied_model_as_its_training_did(tiny_model, tmp_path, monkeypatch, capsys):  # noqa: F811
+    from troll_lab.evaluation.training_task import TrainingTask
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, tmp_path / "copied")
+    options = {"min_terms": 2, "max_terms": 2, "prompt": "{expression} ="}
+    TrainingTask("reasoning_gym:chain_sum", None, options, 3, {}).write(tmp_path / "copied")
+    command = ["eval", "copied", "--max_new_tokens", "2"]
+
+    def prompts(folder: str) -> list[str]:
+        path = tmp_path / folder / "generations" / "reasoning_gym-chain_sum.jsonl"
+        return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+
+    assert cli.main(command) == 0
+    shown = capsys.readouterr()
+    assert 'as in training: task reasoning_gym:chain_sum, task_options {"min_terms": 2' in shown.out
+    assert "warning" not in shown.err
+    assert len(prompts("runs/eval-copied")) == 3
+    assert all(re.fullmatch(r"\d+ [+-] \d+ =", prompt) for prompt in prompts("runs/eval-copied"))
+
+    assert cli.main([*command, "--task_options", '{"prompt": "{question}"}', "--output_dir", "other"]) == 0
+    shown = capsys.readouterr()
+    assert "troll: warning: reasoning_gym:chain_sum is not prompted as the model was in training" in shown.err
+    assert 'task_options.prompt was "{expression} =" and is "{question}"' in shown.err
+    assert not any(re.fullmatch(r"\d+ [+-] \d+ =", prompt) for prompt in prompts("other"))
+
+
+def test_eval_tells_a_mistake_in_local_data_alone(tiny_model, tmp_path):  # noqa: F811
+    (tmp_path / "rows.jsonl").write_text('{"q": "1?"}\n')
+    command = [sys.executable, "-m", "troll_lab.cli", "eval", str(tiny_model), "--task", "math500"]
+    command += ["--dataset_path", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
+    command += ["--trust_remote_code"]
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 2
+    assert result.stderr.startswith("troll: error: the test rows of ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks"]) == 0
+    shown = capsys.readouterr().out
+    assert "reasoning_gym:<data set>" in shown
+    assert "prompts[:<hub data set>]" in shown
+    assert re.search(r"aime24\W+a benchmark", shown)
+
+
+def test_tasks_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golds = tmp_path / "golds.jsonl"
+    command = ["tasks", "check", "math500", "--dataset_path", str(golds)]
+    rows = [{"problem": f"Question {gold}?", "answer": gold} for gold in ("72", r"\sqrt{2}", "{1, 2")]
+    golds.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"the gold answer itself\W+right\W+2\W+0\W+0", shown)
+    golds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(command) == 1
+    assert "{1, 2" in capsys.readouterr().out
+    assert cli.main([*command, "--limit", "2"]) == 0
+    assert cli.main([*command, "--task_options", '{"answer_format": "tag"}']) == 0
+
+
+def test_a_machine_that_can_grade_nothing_is_no_traceback(tmp_path, capsys, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise SandboxError("no program of 3 batches in a row could be tested")
+
+    monkeypatch.setattr(MathGrader, "grade", fail)
+    golds = tmp_path / "golds.jsonl"
+    golds.write_text(json.dumps({"problem": "Question?", "answer": "72"}) + "\n")
+    assert cli.main(["tasks", "check", "math500", "--dataset_path", str(golds)]) == 2
+    assert capsys.readouterr().err == "troll: error: no program of 3 batches in a row could be tested\n"
+
+
+def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train", interrupted)
+    assert cli.main(["train", "quickstart"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_help_of_train_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    from troll_lab import recipes
+
+    assert cli.recipe_names() == recipes.names()
+    with pytest.raises(SystemExit):
+        cli.main(["train", "-h"])
+    assert ", ".join(recipes.names()) in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+
+
+def test_a_missing_package_is_named_with_what_brings_it(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['yaml'] = None; from troll_lab import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "report", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert 'pip install "troll-rl[report]"' in result.stderr
+
+
+def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    from troll_lab.runs import compare
+
+    seen: dict[str, object] = {}
+
+    def remember(runs: list, folder: Path, console: object, jobs: int | None, command: str) -> str:
+        seen.update(names=[run.name for run in runs], folder=folder, jobs=jobs, command=command)
+        return outcomes.pop(0)
+
+    outcomes = ["finished", "failed", "interrupted"]
+    monkeypatch.setattr(compare, "compare", remember)
+    command = ["compare", "grpo", "rloo", "--surrogate", "troll", "none", "--jobs", "2", "--output_dir", "here"]
+    assert [cli.main(command) for _ in range(3)] == [0, 1, 130]
+    assert seen == {
+        "names": ["grpo-troll", "grpo-none", "rloo-troll", "rloo-none"],
+        "folder": Path("here"),
+        "jobs": 2,
+        "command": "troll " + " ".join(command),
+    }
+
+
+def test_a_report_about_several_runs_is_one_page(tmp_path, monkeypatch, capsys):
+    for seed in (0, 1):
+        (tmp_path / str(seed)).mkdir()
+        (tmp_path / str(seed) / "config.yaml").write_text(f"seed: {seed}\n")
+        (tmp_path / str(seed) / "summary.json").write_text('{"status": "finished", "success_after": 0.5}')
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "0"]) == 0
+    assert (tmp_path / "0" / "report.html").is_file()
+    assert cli.main(["report", "0", "1"]) == 0
+    assert cli.main(["report", "0", "1", "--output_dir", "out"]) == 0
+    assert capsys.readouterr().out.split() == ["0/report.html", "comparison.html", "out/comparison.html"]
+    assert (tmp_path / "out" / "comparison.html").is_file()
