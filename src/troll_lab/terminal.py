@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
-import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # rich is not installed everywhere that `one_line` is used
@@ -80,16 +75,6 @@ def without_fields(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:first]), list(arguments[first:])
 
 
-def described(config: type[T]) -> type[T]:
-    """A decorator: the entries of a dataclass's docstring become the help of its fields on the command line."""
-    entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in entries}
-    for field in fields(config):  # type: ignore[arg-type]
-        if field.name in texts:
-            field.metadata = MappingProxyType({"help": texts[field.name], **field.metadata})
-    return config
-
-
 def say(console: Console, line: str) -> None:
     """Prints a line unchanged: rich would break it, and take its square brackets for markup."""
     console.print(line, soft_wrap=True, markup=False)
@@ -98,9 +83,3 @@ def say(console: Console, line: str) -> None:
 def one_line(message: object, most: int | None = None) -> str:
     """An error's message without its line breaks, cut to at most `most` characters."""
     return " ".join(str(message).split())[:most]
-
-
-def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
-    """The end of an error about an unknown name: a suggestion of the most similar known name, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {prefix}{close[0]}?" if close else ""

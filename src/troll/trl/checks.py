@@ -14,11 +14,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import has_length
 
+from troll.grading import clash
 from troll.huggingface.dropout import dropout_rates
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.trl import seam
 from troll.trl.config import TrollConfig
-from troll_lab.rewards.grading import clash
 
 #: Every model has a few weights that are too large for a step to change them, such as those of norms. A larger share
 #: than this deserves a warning.

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from trl import GRPOConfig
 
+from troll.settings import described
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.sampling import POLICY, refuse_other_distributions
@@ -21,7 +22,6 @@ from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.step import PULLS, Pull
-from troll_lab.terminal import described
 
 Anchor = Literal["old", "rollout"]
 

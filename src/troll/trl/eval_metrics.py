@@ -13,10 +13,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from troll.grading import Grader, Verdict
 from troll.trl.seam import get_callable_name, start_table
 from troll.trl.ungraded import UngradedFilter
 from troll_lab.evaluation.estimators import task_estimates
-from troll_lab.rewards.grading import Grader, Verdict
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"

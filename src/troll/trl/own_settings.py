@@ -11,7 +11,7 @@ from dataclasses import Field, field, fields
 from numbers import Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from troll_lab.terminal import did_you_mean
+from troll.settings import did_you_mean
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from troll.grading import Grader, leaves_unscored
 from troll.trl.seam import loss_mask, restricted
-from troll_lab.rewards.grading import Grader, leaves_unscored
 
 #: Rollouts in a row in which a grader could judge nothing, after which training ends.
 HOPELESS_ROLLOUTS = 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from troll_lab.terminal import did_you_mean
+from troll.settings import did_you_mean
 from troll_lab.values import NEGATIVE, number, read_yaml, whole_number
 
 FOLDER = Path(__file__).parent / "recipes"

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from troll.files import json_text, locked, read_json, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll_lab.episodic.config import EpisodicConfig, load
 from troll_lab.episodic.environments import make_task
 from troll_lab.episodic.learner import Learner
@@ -26,6 +26,7 @@ from troll_lab.episodic.prodmp import ProDMP
 from troll_lab.episodic.report import CONFIG, METRICS, PATHS, SUMMARY, write_report
 from troll_lab.episodic.rollout import Rollout, collect, make_environments
 from troll_lab.evaluation.estimators import wilson_interval
+from troll_lab.lock import locked
 from troll_lab.runs.recorded import read_metrics
 from troll_lab.runs.statistics import t_interval
 from troll_lab.terminal import FAILED, INTERRUPTED, UsageError, fail, say

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from troll_lab.rewards.grading import Verdict
+from troll.grading import Verdict
 
 Interval = tuple[float, float]
 #: Whether two answers count as one; symmetric, and called only for different strings.
@@ -43,7 +43,7 @@ def task_estimates(
         ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
         questions: The question of each problem, which a generator of tasks may repeat; None if all are different.
         same: Whether two different answers count as one in a majority vote, such as
-            `troll_lab.rewards.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
+            `troll.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
 
     Returns:
         By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,

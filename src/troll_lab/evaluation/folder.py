@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from troll.files import json_text, json_value, locked, read_json, write_atomically
+from troll.files import json_text, json_value, read_json, write_atomically
+from troll.grading import Verdict
 from troll_lab.evaluation.config import EvaluationError
-from troll_lab.rewards.grading import Verdict
+from troll_lab.lock import locked
 
 #: The settings on which the generations depend; written before the first of them.
 SETTINGS = "settings.json"

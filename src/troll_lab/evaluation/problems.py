@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from troll.grading import Grader, Verdict
 from troll.huggingface.token_ids import REMEDY
 from troll_lab.evaluation.config import EvaluationError
 from troll_lab.evaluation.estimators import SameAnswer
 from troll_lab.evaluation.model import fingerprint
-from troll_lab.rewards.grading import Grader, Verdict
 from troll_lab.tasks import TaskConfig, load_task
 from troll_lab.tasks.chat_template import prompt_texts
 

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from troll.files import json_text, write_atomically
+from troll.grading import Verdict
 from troll.huggingface.token_ids import embedding_rows
 from troll_lab.evaluation.config import EvaluationConfig, EvaluationError, slug
 from troll_lab.evaluation.estimators import task_estimates
@@ -35,7 +36,6 @@ from troll_lab.evaluation.model import ModelSource, find_model, load_model, load
 from troll_lab.evaluation.problems import Problems, load_problems
 from troll_lab.evaluation.table import CompletionProgress, print_table, results_table
 from troll_lab.evaluation.vllm import VllmGenerator, adapter_problem, vllm_is_usable
-from troll_lab.rewards.grading import Verdict
 from troll_lab.terminal import say
 
 _DEFAULT_NEW_TOKENS = 2048

@@ -32,12 +32,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from trl import ModelConfig, TrlParser
 
 from troll.files import flat, json_text, write_atomically
+from troll.settings import did_you_mean
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
 from troll_lab.evaluation.vllm import vllm_is_usable
 from troll_lab.tasks import TaskConfig
 from troll_lab.tasks.registry import json_object
-from troll_lab.terminal import UsageError, did_you_mean, one_line
+from troll_lab.terminal import UsageError, one_line
 from troll_lab.values import NEGATIVE, number, read_value, read_yaml, whole_number, yaml_text
 
 FOLDER = Path(__file__).parent

@@ -9,8 +9,8 @@ imported when it is first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from troll.grading import Grader, Verdict, completion_text
 from troll_lab.rewards.answers import FormatReward, final_answer
-from troll_lab.rewards.grading import Grader, Verdict, completion_text
 from troll_lab.rewards.mathematics.grader import MathGrader
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from troll_lab.rewards.grading import Completion, completion_text
+from troll.grading import Completion, completion_text
 
 AnswerFormat = Literal["boxed", "hash", "tag"]
 

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from troll_lab.rewards.grading import Completion, Grader, Verdict, completion_text, printable
+from troll.grading import Completion, Grader, Verdict, completion_text, printable
 from troll_lab.rewards.machine import processes
 from troll_lab.rewards.program import parse_tests, read_program
 from troll_sandbox import (

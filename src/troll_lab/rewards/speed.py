@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from troll.grading import Completion, Verdict, completion_text
 from troll_lab.rewards.code import CodeGrader, Reward
-from troll_lab.rewards.grading import Completion, Verdict, completion_text
 
 
 def time_saved(grader: CodeGrader, *, runs: int = 3, resolution: float = 0.01) -> Reward:

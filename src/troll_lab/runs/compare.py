@@ -16,8 +16,8 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll.files import locked
 from troll.trl.checkpoints import newest_complete
+from troll_lab.lock import locked
 from troll_lab.recipes import RecipeError
 from troll_lab.runs.build import model_path
 from troll_lab.runs.comparison import read_comparison

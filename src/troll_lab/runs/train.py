@@ -12,12 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from troll.files import json_text, locked, write_atomically
+from troll.files import json_text, write_atomically
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.eval_metrics import judged_by
 from troll.trl.ungraded import NothingJudgedError
 from troll_lab import recipes
 from troll_lab.evaluation.training_task import TrainingTask
+from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs.build import BuiltRun, build
 from troll_lab.runs.charts import HELD_OUT, SUCCESS

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from troll_lab.rewards.grading import completion_text
+from troll.grading import completion_text
 from troll_lab.tasks.registry import RewardFunc
 
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from troll.grading import Grader, Verdict, printable
 from troll_lab.rewards.answers import marked
 from troll_lab.rewards.code import CodeGrader
-from troll_lab.rewards.grading import Grader, Verdict, printable
 from troll_lab.rewards.mathematics import MathGrader
 from troll_lab.tasks.registry import Task, TaskError
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from troll.grading import TAKEN
+from troll.settings import did_you_mean
 from troll_lab.rewards.answers import INSTRUCTIONS
-from troll_lab.rewards.grading import TAKEN
 from troll_lab.tasks.code import load_tested
 from troll_lab.tasks.dataset_task import Example, PromptStyle, dataset_task
 from troll_lab.tasks.mathematics import load_mathematics
@@ -20,7 +21,7 @@ from troll_lab.tasks.options import Options
 from troll_lab.tasks.registry import RewardFunc, Task, TaskConfig, TaskError
 from troll_lab.tasks.rows import Column, Row
 from troll_lab.tasks.splits import Source
-from troll_lab.terminal import did_you_mean, one_line
+from troll_lab.terminal import one_line
 from troll_lab.values import read_yaml
 
 # The fields of a YAML file, and their types.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from troll_lab.rewards.grading import completion_text
+from troll.grading import completion_text
 from troll_lab.rewards.style import Style
 from troll_lab.tasks.options import Options
 from troll_lab.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll_lab.rewards.grading import clash
+from troll.grading import clash
 from troll_lab.rewards.preference import load_reward_model
 from troll_lab.tasks.custom import load_file
 from troll_lab.tasks.registry import (

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 
+from troll.grading import completion_text
 from troll_lab.rewards.answers import tagged
-from troll_lab.rewards.grading import completion_text
 from troll_lab.tasks.attempts import attempt_rewards, overthought
 from troll_lab.tasks.judges import JUDGES, Judge, judge_of
 from troll_lab.tasks.options import Options

@@ -10,7 +10,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll_lab.terminal import UsageError, described
+from troll.settings import described
+from troll_lab.terminal import UsageError
 from troll_lab.values import parsed
 
 RewardFunc = Callable[..., list[float]]

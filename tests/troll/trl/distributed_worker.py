@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 from tests.troll.trl import tiny
 from tests.troll.trl.resuming import SHARDS_ALONE, interrupted
 from tests.troll.trl.sharding import LORA, KeepGradients, is_sharded, through_heads
+from troll.grading import Grader, Verdict
 from troll.trl import TrollTrainer, monitor
 from troll.trl.trainer import OLD_POLICY
-from troll_lab.rewards.grading import Grader, Verdict
 
 #: Sequence means and fixed lengths average over processes; so does DAPO, which divides by the tokens of all of them.
 CASES: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.troll.trl import tiny
+from troll.grading import Grader, Verdict
 from troll.trl import seam
 from troll.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperature
-from troll_lab.rewards.grading import Grader, Verdict
 
 REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
 

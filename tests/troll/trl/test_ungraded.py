@@ -12,11 +12,11 @@ import torch
 from transformers import TrainerCallback
 
 from tests.troll.trl import tiny
+from troll.grading import Grader, Verdict, leaves_unscored
 from troll.trl.conversations import Conversations
 from troll.trl.eval_metrics import judged_by
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 from troll_lab.rewards.code import CodeGrader, passed_fraction
-from troll_lab.rewards.grading import Grader, Verdict, leaves_unscored
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
 

@@ -8,8 +8,8 @@ from datasets import Dataset
 from rich.console import Console
 
 from tests.troll_lab.runs.conftest import tiny_model  # noqa: F401  a fixture
+from troll.grading import Grader, Verdict
 from troll_lab.evaluation.config import EvaluationConfig
-from troll_lab.rewards.grading import Grader, Verdict
 from troll_lab.tasks import Task, TaskConfig, registry
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from troll.grading import Verdict
 from troll_lab.evaluation.estimators import (
     clustered_interval,
     majority_vote,
@@ -17,7 +18,6 @@ from troll_lab.evaluation.estimators import (
     task_estimates,
     wilson_interval,
 )
-from troll_lab.rewards.grading import Verdict
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

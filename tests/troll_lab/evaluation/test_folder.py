@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from troll.grading import Verdict
 from troll_lab.evaluation.config import EvaluationError
 from troll_lab.evaluation.folder import (
     append_records,
@@ -13,7 +14,6 @@ from troll_lab.evaluation.folder import (
     verdict_of,
     with_verdict,
 )
-from troll_lab.rewards.grading import Verdict
 
 SETTINGS = {"model": "m", "seed": 0}
 

@@ -6,9 +6,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.troll_lab.evaluation.conftest import register
+from troll.grading import Verdict
 from troll_lab.evaluation.config import EvaluationError
 from troll_lab.evaluation.problems import load_problems
-from troll_lab.rewards.grading import Verdict
 from troll_lab.tasks import TaskConfig, TaskError
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import troll_lab.evaluation
 from tests.troll.trl.tiny import adapted
 from tests.troll_lab.evaluation.conftest import read_lines
+from troll.grading import Verdict
 from troll_lab.evaluation import run as module
 from troll_lab.evaluation.config import EvaluationConfig, EvaluationError
 from troll_lab.evaluation.estimators import clustered_interval
 from troll_lab.evaluation.generate import Generation, TransformersGenerator
 from troll_lab.evaluation.problems import Problems
 from troll_lab.evaluation.run import completion_order, evaluate
-from troll_lab.rewards.grading import Verdict
 from troll_lab.tasks import TaskConfig
 
 Settings = Callable[..., EvaluationConfig]

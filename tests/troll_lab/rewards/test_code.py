@@ -21,8 +21,8 @@ from tests.troll_lab.rewards import datasets
 from tests.troll_lab.rewards.datasets import Problem
 from tests.troll_lab.rewards.mutants import mutants, plain_run_passes
 from tests.troll_sandbox.processes import wait_until
+from troll.grading import Verdict
 from troll_lab.rewards.code import CodeGrader, compute_score, passed_fraction
-from troll_lab.rewards.grading import Verdict
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.supervise import _tree

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from troll.grading import leaves_unscored
 from troll_lab.rewards import CodeGrader, time_saved
 from troll_lab.rewards.code import Reward
-from troll_lab.rewards.grading import leaves_unscored
 from troll_sandbox import Limits, Outcome, SandboxError
 
 N = 1_000_000

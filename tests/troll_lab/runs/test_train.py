@@ -22,11 +22,11 @@ from transformers import (
 from transformers.integrations import integration_utils
 
 from tests.troll_lab.runs.conftest import logged, short, trainer_with
-from troll.files import locked
 from troll.trl import TrollTrainer
 from troll.trl.checkpoints import check_complete
 from troll_lab import recipes
 from troll_lab.evaluation.training_task import TrainingTask, find_training_task
+from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs import build
 from troll_lab.runs.comparison_page import write_comparison

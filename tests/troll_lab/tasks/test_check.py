@@ -4,8 +4,8 @@ import pytest
 from datasets import Dataset
 from rich.console import Console
 
+from troll.grading import Verdict
 from troll_lab.rewards.code import CodeGrader
-from troll_lab.rewards.grading import Verdict
 from troll_lab.rewards.mathematics import MathGrader
 from troll_lab.tasks import Task, TaskConfig, TaskError, load_task
 from troll_lab.tasks.check import check, restated_answer, restated_program, show, size, spoiled_answer, spoiled_program

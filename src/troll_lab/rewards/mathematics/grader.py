@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
+from troll.grading import Grader, Verdict, printable
 from troll_lab.rewards.answers import AnswerFormat, check_answer_format, final_answer
-from troll_lab.rewards.grading import Grader, Verdict, printable
 from troll_lab.rewards.mathematics.comparison import compare
 from troll_lab.rewards.mathematics.pool import Comparison
 

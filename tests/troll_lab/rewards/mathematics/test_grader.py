@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.troll_lab.rewards.mathematics.gold import FILES, MARKED, ROWS, number, problems, spoiled
-from troll_lab.rewards.grading import Verdict
+from troll.grading import Verdict
 from troll_lab.rewards.mathematics import MathGrader, compute_score, success
 from troll_lab.rewards.mathematics.pool import Comparison, ask
 

@@ -1,22 +1,13 @@
 import io
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 
-from troll.files import json_text, locked, write_atomically
-
-
-def test_locked_says_where_it_works(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
-    run = locked(tmp_path / "run", "lock", marker="run.json", content="run", holder="another", error=RuntimeError)
-    with pytest.raises(RuntimeError, match=r"output_dir .*run cannot be locked here: that takes Linux or macOS"), run:
-        pass
-    assert not (tmp_path / "run").exists()
+from troll.files import json_text, write_atomically
 
 
 def test_writing_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
