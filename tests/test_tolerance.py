@@ -49,10 +49,12 @@ assert float("nan") == pytest.approx(float("nan"), nan_ok=True)
 """
 
 
+@pytest.mark.slow
 def test_tolerances_are_divided_in_every_comparison() -> None:
     subprocess.run([sys.executable, "-c", COMPARISONS], check=True, cwd=PROJECT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("margin", "status"), [("1", 0), ("3", 1)])
 def test_a_variable_divides_the_tolerances_of_tests(tmp_path: Path, margin: str, status: int) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")

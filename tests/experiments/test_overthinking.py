@@ -42,6 +42,7 @@ def test_weight_is_the_largest_within_the_margin_else_the_smallest(after: tuple[
     assert overthinking.chosen(made, recipe) == chosen
 
 
+@pytest.mark.slow
 def test_a_run_is_made_once(tmp_path, monkeypatch) -> None:
     result = tmp_path / "overthinking.jsonl"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ CHAT_TEMPLATE = (
 TINY = ["--max_steps", "2", "--updates_per_rollout", "2", "--eval_steps", "2", "--eval_size", "16"]
 
 
+@pytest.mark.slow
 def test_taught_model_is_trained_by_both_methods(tmp_path: Path) -> None:
     model, start = write_tiny_model(tmp_path / "model", CHAT_TEMPLATE), tmp_path / "start"
     overthinking_smollm2.teach(str(model), start, max_steps=2, use_cpu=True)

@@ -124,6 +124,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(tmp_path, how, console):  # noqa: F811
     folder = tmp_path / "all"
     command = [*TUNE, "--output_dir", str(folder)]
