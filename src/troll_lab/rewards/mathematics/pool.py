@@ -251,7 +251,7 @@ class _Process:
             return Comparison.KILLED
         if status == worker.CANNOT_IMPORT and not self._imported.is_set():
             raise RuntimeError(
-                f"math-verify is installed but cannot be imported; {sys.executable} -c 'import math_verify' may say why"
+                f"math-verify is installed but cannot be imported; {sys.executable} -c 'import {worker.EXPRESSIONS}' says why"
             )
         self._question = question
         if was_ready:
