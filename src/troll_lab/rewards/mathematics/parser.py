@@ -9,8 +9,8 @@ Such an answer is read correctly, or refused if it can be read in several ways:
 - `2^{3}^{2}` is `(2^3)^2`, and in a program `2**3**2` is `2^9`.
 - The greatest common divisor of symbols is that of polynomials, 1.
 
-math-verify's parser is `_Latex2Sympy`, a private class of latex2sympy2_extended. Only this file uses it, and checks when
-it is imported that the class has the methods that `_Parser` overrides or calls.
+math-verify's parser is `_Latex2Sympy`, a private class of latex2sympy2_extended. Only this file uses it, and checks at
+import that the class has the methods that `_Parser` overrides or calls.
 """
 
 from __future__ import annotations

@@ -250,9 +250,8 @@ class _Process:
         if was_ready and self._attempts >= _ATTEMPTS:
             return Comparison.KILLED
         if status == worker.CANNOT_IMPORT and not self._imported.is_set():
-            raise RuntimeError(
-                f"math-verify is installed but cannot be imported; {sys.executable} -c 'import {worker.EXPRESSIONS}' says why"
-            )
+            command = f"{sys.executable} -c 'import {worker.EXPRESSIONS}'"
+            raise RuntimeError(f"math-verify is installed but cannot be imported; {command} says why")
         self._question = question
         if was_ready:
             self._send()

@@ -4,10 +4,10 @@ It runs as a file. Of the project it imports only `expressions.py` and the files
 would take four seconds and more memory than math-verify.
 
 The process imports math-verify and forks a child, which reads questions from standard input and writes verdicts to the
-pipe that was standard output. Before each question the child sets a timer of its CPU time, and leaves the timer's signal at its
-default action: the kernel ends the child even inside one long operation on integers, where no Python signal handler
-runs. Its parent then reports the question and forks the next child, which has nothing left to import. If a child ends
-for another reason, its parent ends as well, and the question is asked again.
+pipe that was standard output. Before each question the child sets a timer of its CPU time, and leaves the timer's
+signal at its default action: the kernel ends the child even inside one long operation on integers, where no Python
+signal handler runs. Its parent then reports the question and forks the next child, which has nothing left to import. If
+a child ends for another reason, its parent ends as well, and the question is asked again.
 """
 
 import contextlib

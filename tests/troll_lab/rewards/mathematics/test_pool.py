@@ -225,7 +225,7 @@ def test_math_verify_that_cannot_be_imported_is_an_error(pool, monkeypatch, tmp_
     (tmp_path / "math_verify.py").write_text("import a_package_that_is_missing")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     broken = pool_module._Pool(2)
-    with pytest.raises(RuntimeError, match=r"installed but cannot be imported; .* -c 'import troll_lab\S+expressions' says why"):
+    with pytest.raises(RuntimeError, match=r"cannot be imported; .* -c 'import troll_lab\S+expressions' says why"):
         broken.compare(_QUESTIONS, 2.0)
     assert _processes(broken) == []
     pool.stop()  # of processes that have worked before, it is the machine's trouble
