@@ -40,7 +40,8 @@ _ASKED = "{question}\n\n{instruction}"
 # The text that a model without a chat template has seen most often before a program: a comment that describes it.
 _COMMENT = '"""\n{question}\n"""\n'
 _BORROWED = (
-    "use {name} without importing it, so a program can define {name} and decide them: put `{import_}` into their setup"
+    "use {name} without importing it, so a program can pass them with a {name} of its own: "
+    "put `{import_}` into their setup"
 )
 _NEEDS_PLAIN = (
     "cannot be passed from outside the program's process ({need}); task_options {{plain_tests: needed}} runs them "

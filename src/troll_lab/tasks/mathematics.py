@@ -24,14 +24,14 @@ from troll_lab.tasks.rows import Column, Row, Source
 
 _TEMPLATE = "{question}\n{instruction}"
 
-# Without braces, TeX takes one token: more text after it would mean that the answer is cut short.
+# Without braces, TeX boxes one token: with more text after it, the answer would be cut short.
 _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!?]*(?:[\s$)}]|\\[\])]|$))")
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d\S*)?")
 
-# Instructions in the data sets' questions. A model that is asked for two formats cannot answer right.
+# Instructions in the data sets' questions. If a model is asked for two formats, one of them must be wrong.
 _DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.",

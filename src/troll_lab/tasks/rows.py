@@ -409,7 +409,7 @@ class Row:
         return TaskError(f"{self.place} {problem}")
 
     def _checked(self, name: str, value: Any, what: str) -> str:
-        # A lone surrogate, which JSON can write, is no character that a tokenizer or a file takes.
+        # JSON can write lone surrogates, which neither a tokenizer nor a file takes.
         if isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value):
             return value
         raise self.error(f"has no {what} in its field {self.columns.get(name, name)!r}, got {value!r:.80}")

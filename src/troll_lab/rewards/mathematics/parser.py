@@ -38,7 +38,7 @@ _FUNCTION = re.compile(
 _TIMES = re.compile(r" *(?:\\cdot|\\times|\*)(?![A-Za-z])")
 _DIVIDED = re.compile(r" */| *\\div(?![A-Za-z])")
 _PART_OF_PI = re.compile(r"[\d. ]*\\pi *", re.ASCII)
-# What ends the argument of a function, besides a product, a quotient, another function, and a closed bracket.
+# What ends the argument of a function, in addition to a product, a quotient, another function and a closing bracket.
 _END = re.compile(r" *(?:[-+=<>,;:&|]|\\(?:pm|mp|le|ge|neq|approx|in|to|cup|cap|lor|land|text|%|\\)(?![A-Za-z]))")
 
 
@@ -146,7 +146,7 @@ def _with_parentheses(text: str) -> str:
     `\sin x \cdot y` is a product, `\ln 2 / \ln 3` a quotient, and in `\sin\pi/6` the quotient is an angle.
 
     Raises:
-        ValueError: In another quotient, such as `\ln 2/3`, the end of the argument cannot be told.
+        ValueError: If there is another quotient, such as `\ln 2/3`, it is not clear where the argument ends.
     """
     partners = partners_of(text) or {}
     parts, done, at = list[str](), 0, 0

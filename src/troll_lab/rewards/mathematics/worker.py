@@ -46,7 +46,7 @@ _FIRST_QUESTIONS = [
     (r"\cos(2x)", r"1 - 2\sin^2(x)"),
 ]
 
-# Events that no comparison causes, nor this process once it is ready.
+# Neither a comparison nor this process, once it is ready, causes these events.
 _FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.remove", "os.rename", "subprocess.", "socket.", "shutil.")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -69,7 +69,7 @@ def main() -> None:
         expressions.is_equal(gold, answer)
     expressions.forbid_code()
     sys.addaudithook(_forbid)
-    import resource  # here, because `pool.py` imports this file also where there is none
+    import resource  # here, since `pool.py` imports this file on Windows too, which has no such module
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _silence() -> None:
-    """Points the standard streams nowhere, so that no print can be taken for a verdict."""
+    """Points the standard streams nowhere, so that printed text cannot be mistaken for a verdict."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
@@ -122,7 +122,7 @@ def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts:
 
 def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
     if event.startswith(_FORBIDDEN) or (event == "open" and arguments[2] & _WRITING):
-        raise PermissionError(f"{event} has no place in comparing two answers")
+        raise PermissionError(f"comparing two answers must not cause {event}")
 
 
 def _read(descriptor: int, size: int) -> bytes:
@@ -141,4 +141,4 @@ def _answer(descriptor: int, number: int, verdict: int) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # a regular exit would take sympy some time, while the training run waits
+    os._exit(0)  # a regular exit takes sympy some time, for which the training run would wait
