@@ -49,8 +49,8 @@ _FIELDS: dict[str, type] = {
     "reward": str,
     "task_options": dict,
 }
-# The column that the library's rewards need next to the prompt.
-_ANSWERS = {"math": "answer", "code": "tests"}
+# The library's rewards in a YAML file: the column that each needs next to the prompt, and its loader.
+_REWARDS = {"math": ("answer", load_mathematics), "code": ("tests", load_tested)}
 
 
 def load_task(config: TaskConfig, *, conversational: bool = False, for_training: bool = False) -> Task:
@@ -189,9 +189,9 @@ def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
 
 
 def _load_yaml(path: Path, config: TaskConfig) -> Task:
-    fields = _read(path)
+    fields = _yaml_fields(path)
     columns = {name: Column((column,)) for name, column in fields["columns"].items()}
-    local, source = _data(path, fields)
+    local, source = _yaml_source(path, fields)
     config = replace(
         config,
         dataset_path=config.dataset_path or local,
@@ -200,16 +200,13 @@ def _load_yaml(path: Path, config: TaskConfig) -> Task:
     if config.dataset_path != local:
         source = replace(source, held_out_file=None)
     reward = fields["reward"]
-    if reward in _ANSWERS:
-        if set(columns) != {"prompt", _ANSWERS[reward]}:
-            names = f"prompt and {_ANSWERS[reward]} for this reward, got {', '.join(columns)}"
-            raise TaskError(f"{path}: columns must name {names}")
-        if reward == "math":
-            task = load_mathematics(config, source, columns=columns)
-        else:
-            task = load_tested(config, source, columns=columns)
-        return replace(task, files=[path])
-    function, file = load_function(reward, path.parent, f"{path}: reward", *_ANSWERS)
+    if reward in _REWARDS:
+        answer, load = _REWARDS[reward]
+        if set(columns) != {"prompt", answer}:
+            given = ", ".join(columns)
+            raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {given}")
+        return replace(load(config, source, columns=columns), files=[path])
+    function, file = load_function(reward, path.parent, f"{path}: reward", *_REWARDS)
     task = _load_rewarded(config, source, columns, function)
     return replace(task, files=[path, file] if file else [path])
 
@@ -235,7 +232,7 @@ def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _yaml_fields(path: Path) -> dict[str, Any]:
     try:
         fields = read_yaml(path)
     except ValueError as error:
@@ -261,7 +258,7 @@ def _read(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _data(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
+def _yaml_source(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
     """The path of the local data, None if the file names none; and the hub's data set."""
     local = path.parent / Path(fields["dataset"]).expanduser()
     source = Source(

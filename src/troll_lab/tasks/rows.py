@@ -31,6 +31,13 @@ _LONGEST_INT = 640
 #: The whole numbers from which on a float skips some, by the type of its column.
 _SKIPS = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
 
+#: Types of values that cannot be answers, in words.
+_UNFIT: dict[type | tuple[type, ...], str] = {
+    bool: "true or false",
+    (date, time, timedelta): "a date or a time",
+    bytes: "bytes",
+}
+
 #: The type of a column whose numbers stand for names.
 _CLASS = "class"
 
@@ -380,12 +387,9 @@ class Row:
         if isinstance(value, list | Mapping):
             what = "a list" if isinstance(value, list) else "several fields"
             raise self.unfit(name, what, "name one that holds one answer, or write the answers as text")
-        if isinstance(value, bool):
-            raise self.unfit(name, "true or false")
-        if isinstance(value, date | time | timedelta):
-            raise self.unfit(name, "a date or a time")
-        if isinstance(value, bytes):
-            raise self.unfit(name, "bytes")
+        for types, what in _UNFIT.items():
+            if isinstance(value, types):
+                raise self.unfit(name, what)
         if kind == _CLASS and value is not None:
             raise self.unfit(name, "the number of a class")
         if isinstance(value, float) and math.isfinite(value):
