@@ -339,5 +339,5 @@ def _take_settings(options: Options) -> dict[str, Any]:
 
 def _as_published(rows: Rows) -> tuple[list[int], list[int]] | None:
     ids = rows.values("task_id")
-    train = [index for index, number in enumerate(ids) if 601 <= number <= 974]
-    return (train, [index for index, number in enumerate(ids) if 11 <= number <= 510]) if train else None
+    train = [index for index, number in enumerate(ids) if number in range(601, 975)]
+    return (train, [index for index, number in enumerate(ids) if number in range(11, 511)]) if train else None

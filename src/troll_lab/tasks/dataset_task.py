@@ -267,8 +267,6 @@ def _examples(
     seen: set[tuple[str, ...]] = set()
     left_out: list[str] = []
     count = 0
-    if not len(rows):
-        return examples
     for row in rows.read(columns):
         count += 1
         try:

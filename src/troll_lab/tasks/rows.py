@@ -303,6 +303,8 @@ class Rows:
         Raises:
             TaskError: If a required column is missing.
         """
+        if not len(self):
+            return
         columns, types = self.columns(wanted), dict[str, str]()
         if isinstance(self.records, Dataset):
             types = {name: _type(self.records.features, column) for name, column in columns.items()}
