@@ -134,7 +134,7 @@ def _from_hub(config: TaskConfig, source: Source) -> tuple[Rows, Rows]:
 
 
 def _only(rows: Rows, source: Source) -> Rows:
-    if source.only is None or source.only[0] not in rows.names:
+    if source.only is None or source.only[0] not in rows.features:
         return rows
     column, value = source.only
     return rows.select([index for index, found in enumerate(rows.values(column)) if found == value])
@@ -173,11 +173,12 @@ def _read_file(path: Path, split: str, field: str = "dataset_path") -> Rows:
             records = load_dataset("parquet", data_files=str(path), split="train")
         else:
             records = list(_json_objects(path))
+        rows = _all(records, split, str(path))
     except Exception as error:  # see _reason
         raise TaskError(f"cannot read {path}: {_reason(error)}") from error
-    if not len(records):
+    if not len(rows):
         raise TaskError(f"cannot read {path}: it has no rows")
-    return _all(records, split, str(path))
+    return rows
 
 
 def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -237,12 +238,15 @@ class Rows:
 
     Attributes:
         records: The rows themselves: those of a JSON file as Python's values.
+        features: The columns of the file by their names, nested ones in dictionaries of their own: of a JSON file with
+            None as their types.
         numbers: The place of each row in the file, counted from 0.
         split: `train` or `test`.
         origin: The path of the file, or the name on the hub.
     """
 
     records: Dataset | Sequence[Mapping[str, Any]]
+    features: Mapping[str, Any]
     numbers: Sequence[int]
     split: str
     origin: str
@@ -250,16 +254,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the columns."""
-        if isinstance(self.records, Dataset):
-            return list(self.records.column_names)
-        return list(dict.fromkeys(name for record in self.records for name in record))
-
     def values(self, column: str) -> list[Any]:
         """Returns the values of a column; none if there is no such column."""
-        if column not in self.names:
+        if column not in self.features:
             return []
         if isinstance(self.records, Dataset):
             return list(self.records[column])
@@ -269,7 +266,8 @@ class Rows:
         """Returns the rows at some indices."""
         records = self.records
         chosen = records.select(indices) if isinstance(records, Dataset) else [records[index] for index in indices]
-        return Rows(chosen, [self.numbers[index] for index in indices], split or self.split, self.origin)
+        numbers = [self.numbers[index] for index in indices]
+        return replace(self, records=chosen, numbers=numbers, split=split or self.split)
 
     def columns(self, wanted: Mapping[str, Column]) -> dict[str, str]:
         """Returns the name of the data set's column for each of a task's fields that has one.
@@ -277,23 +275,15 @@ class Rows:
         Raises:
             TaskError: If a required column is missing; names it and the columns of the data.
         """
-        nested = [self.records.features] if isinstance(self.records, Dataset) else self.records
         found = {}
         for name, column in wanted.items():
-            there = next(
-                (
-                    each
-                    for each in column.names
-                    if any(_value_at(one, each, _MISSING) is not _MISSING for one in nested)
-                ),
-                None,
-            )
-            if there is not None:
-                found[name] = there
+            there = [each for each in column.names if _value_at(self.features, each, _MISSING) is not _MISSING]
+            if there:
+                found[name] = there[0]
             elif column.required:
                 raise TaskError(
                     f"the {self.split} rows of {self.origin} have no column {' or '.join(map(repr, column.names))}, "
-                    f"only {', '.join(self.names)}; name it with task_options {{columns: {{{name}: NAME}}}}"
+                    f"only {', '.join(self.features)}; name it with task_options {{columns: {{{name}: NAME}}}}"
                 )
         return found
 
@@ -305,16 +295,28 @@ class Rows:
         """
         if not len(self):
             return
-        columns, types = self.columns(wanted), dict[str, str]()
-        if isinstance(self.records, Dataset):
-            types = {name: _type(self.records.features, column) for name, column in columns.items()}
+        columns = self.columns(wanted)
+        types = {name: _type(self.features, column) for name, column in columns.items()}
         records: Iterable[Any] = self.records
         for number, values in zip(self.numbers, records, strict=True):
             yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}", types)
 
 
 def _all(records: Dataset | Sequence[Mapping[str, Any]], split: str, origin: str) -> Rows:
-    return Rows(records, range(len(records)), split, origin)
+    features = records.features if isinstance(records, Dataset) else _names(records)
+    return Rows(records, features, range(len(records)), split, origin)
+
+
+def _names(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The columns of the rows of a JSON file, as in `Rows.features`."""
+    names: dict[str, Any] = {}
+    objects: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        for name, value in record.items():
+            names[name] = None
+            if isinstance(value, Mapping):
+                objects.setdefault(name, []).append(value)
+    return names | {name: _names(values) for name, values in objects.items()}
 
 
 def _value_at(columns: Any, name: str, default: Any = None) -> Any:
