@@ -146,7 +146,7 @@ def _with_parentheses(text: str) -> str:
     `\sin x \cdot y` is a product, `\ln 2 / \ln 3` a quotient, and in `\sin\pi/6` the quotient is an angle.
 
     Raises:
-        ValueError: If there is another quotient, such as `\ln 2/3`, it is not clear where the argument ends.
+        ValueError: If it has another quotient, such as `\ln 2/3`, where the end of the argument is not clear.
     """
     partners = partners_of(text) or {}
     parts, done, at = list[str](), 0, 0
