@@ -20,7 +20,7 @@ def completion_text(completion: Completion) -> str:
     Args:
         completion: A completion in either of TRL's forms: a string; or a conversation, a list of messages with `role`
             and `content`. Only its last message counts, and only if it is the model's: with tools, a completion that
-            reaches its length limit may end with the result of a tool, which is no answer.
+            reaches its length limit may end with the result of a tool, which is not an answer.
     """
     if isinstance(completion, str):
         return completion
@@ -114,7 +114,7 @@ def leaves_unscored(reward: object) -> bool:
 
 
 def clash(columns: Iterable[str], more: Iterable[str] = ()) -> str | None:
-    """An error about columns of a data set that reward functions cannot get; None if there are none.
+    """An error about columns whose names TRL uses for other arguments of reward functions; None if there are none.
 
     Args:
         columns: All names.

@@ -55,7 +55,7 @@ def parsed(text: str) -> Any:
         ValueError: If it is neither, or has a key twice.
     """
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError:
         pass
     except RecursionError:
@@ -85,7 +85,7 @@ def read_value(text: str) -> Any:
         ValueError: If the text is JSON with a key twice.
     """
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError:
         if not text:  # which YAML takes for null
             return text
@@ -124,7 +124,7 @@ def whole_number(value: Any) -> int:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The dictionary of a JSON object, whose keys must differ, as in YAML."""
     found: dict[str, Any] = {}
     for key, value in pairs:

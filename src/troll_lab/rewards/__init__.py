@@ -1,20 +1,19 @@
 """Rewards that can be checked: mathematical answers, programs by their tests, and the form of an answer.
 
 `MathGrader` and `CodeGrader` are reward functions with TRL's signature. Their method `grade` returns more than a
-number: the share that is right, the answer that was read, and the reason. Importing this package starts no process:
-math-verify runs in processes that start with the first answer, and the code for programs, including `troll_sandbox`, is
-imported when it is first used.
+number: the share that is right, the answer that was read, and the reason. Importing this package starts no process and
+loads nothing: each name is imported when it is first used. So the processes that compare mathematical answers, whose
+code is in this package too, need not load torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from troll.grading import Grader, Verdict, completion_text
-from troll_lab.rewards.answers import FormatReward, final_answer
-from troll_lab.rewards.mathematics.grader import MathGrader
-
 if TYPE_CHECKING:
+    from troll.grading import Grader, Verdict, completion_text
+    from troll_lab.rewards.answers import FormatReward, final_answer
     from troll_lab.rewards.code import CodeGrader, passed_fraction
+    from troll_lab.rewards.mathematics.grader import MathGrader
     from troll_lab.rewards.program import parse_tests
     from troll_lab.rewards.speed import time_saved
 
@@ -31,15 +30,21 @@ __all__ = [
     "time_saved",
 ]
 
-_IMPORTED_WHEN_NAMED = {
+_MODULES = {
     "CodeGrader": "troll_lab.rewards.code",
-    "passed_fraction": "troll_lab.rewards.code",
+    "FormatReward": "troll_lab.rewards.answers",
+    "Grader": "troll.grading",
+    "MathGrader": "troll_lab.rewards.mathematics.grader",
+    "Verdict": "troll.grading",
+    "completion_text": "troll.grading",
+    "final_answer": "troll_lab.rewards.answers",
     "parse_tests": "troll_lab.rewards.program",
+    "passed_fraction": "troll_lab.rewards.code",
     "time_saved": "troll_lab.rewards.speed",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _IMPORTED_WHEN_NAMED:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_IMPORTED_WHEN_NAMED[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -38,7 +38,7 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
         rest = stripped.lstrip(stripped[:1])
         marks = stripped[: len(stripped) - len(rest)]
         margin = len(line) - len(line.lstrip(" \t"))
-        # A fence that is indented further than by 3 stands in a text of the program's.
+        # A fence that is indented by more than 3 is part of a string in the program.
         if fence and marks.startswith(fence) and not rest and margin <= indent + 3:
             yield info, "\n".join(block) + "\n"
             fence = ""

@@ -1,4 +1,4 @@
-"""Reward models: networks, trained on preferences, that score completions."""
+"""Reward models: networks that were trained on preferences to score completions."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
         it.
 
     Raises:
-        ValueError: If it cannot be loaded, is no reward model, or its tokenizer lacks a padding token or a chat
+        ValueError: If it cannot be loaded, is not a reward model, or its tokenizer lacks a padding token or a chat
             template.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -38,6 +38,6 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
         raise ValueError(
             f"the tokenizer of the reward model {name_or_path} has no chat template, but the prompts are conversations"
         )
-    # It reads a whole rollout at once, and would keep keys and values of all layers for a generation that never comes.
+    # It reads a whole rollout at once, and would keep the keys and values of all layers although it never generates.
     model.config.use_cache = False
     return model

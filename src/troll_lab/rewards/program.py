@@ -15,7 +15,7 @@ from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests, Tests
 from troll_sandbox.output import Compare
 from troll_sandbox.unbounded import parse, read_json
 
-#: Longer texts are not programs: the longest solution of a contest has a tenth of this many characters.
+#: Longer texts are not programs: the longest solution of a contest has a tenth of these characters.
 MAX_PROGRAM = 2**20
 
 # The parentheses hold a few names, and a bound keeps the search linear.
@@ -206,7 +206,7 @@ def _parsed(source: str, what: str) -> ast.Module:
     try:
         return parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is no Python code: {error}") from None
+        raise ValueError(f"{what} is not Python code: {error}") from None
 
 
 def _text(case: dict[str, Any], field: str, default: str | None = None) -> str:

@@ -21,8 +21,7 @@ from troll_lab.runs.toy_model import toy_model
 from troll_lab.runs.toy_network import TOY, TOY_MODELS
 from troll_lab.tasks import Task, load_task
 from troll_lab.tasks.chat_template import prompt_texts
-from troll_lab.tasks.custom import load_function
-from troll_lab.tasks.loading import decontaminate
+from troll_lab.tasks.loading import decontaminate, load_function
 from troll_lab.terminal import one_line
 
 

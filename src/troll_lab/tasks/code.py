@@ -9,16 +9,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from datasets import Dataset
-
 from troll_lab.rewards.code import GVISOR, CodeGrader, passed_fraction
 from troll_lab.rewards.demands import PACKAGES, borrowed_packages, needs_plain
 from troll_lab.rewards.program import parse_tests
-from troll_lab.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
-from troll_lab.tasks.options import Options
+from troll_lab.tasks.dataset_task import (
+    FLAG,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    Example,
+    Options,
+    PromptStyle,
+    Read,
+    dataset_task,
+    one_of,
+    take_shaping,
+    without,
+)
 from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Row
-from troll_lab.tasks.splits import Divide, Source
+from troll_lab.tasks.rows import Column, Divide, Row, Rows, Source
 from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
 from troll_sandbox.cases import Tests
 from troll_sandbox.limits import MEBIBYTE
@@ -31,7 +40,8 @@ _ASKED = "{question}\n\n{instruction}"
 # The text that a model without a chat template has seen most often before a program: a comment that describes it.
 _COMMENT = '"""\n{question}\n"""\n'
 _BORROWED = (
-    "use {name} without importing it, so a program can define {name} and decide them: put `{import_}` into their setup"
+    "use {name} without importing it, so a program can pass them with a {name} of its own: "
+    "put `{import_}` into their setup"
 )
 _NEEDS_PLAIN = (
     "cannot be passed from outside the program's process ({need}); task_options {{plain_tests: needed}} runs them "
@@ -71,7 +81,7 @@ def load_code(
             or a row lacks a column that is read.
     """
     options = Options(config)
-    partial_credit = options.flag("partial_credit")
+    partial_credit = options.take("partial_credit", FLAG, False)
     settings = _take_settings(options)
     running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
     shaping = take_shaping(options, answer_format=None)
@@ -104,8 +114,8 @@ class _Running:
     """How the tests of a data set run, by its options, and the warnings about them."""
 
     def __init__(self, options: Options, on_server: bool) -> None:
-        self._compare = options.choice("compare", ("tokens", "numbers"))
-        self._plain = options.choice("plain_tests", ("stated", "never", "needed", "always"))
+        self._compare = options.take("compare", one_of(("tokens", "numbers")), "tokens")
+        self._plain = options.take("plain_tests", one_of(("stated", "never", "needed", "always")), "stated")
         if on_server and self._plain != "stated":
             raise TaskError("leave out plain_tests: on a server all tests of functions run in the program's process")
         self._on_server = on_server
@@ -311,9 +321,9 @@ def _lines(value: str | list[str]) -> str:
 def _take_settings(options: Options) -> dict[str, Any]:
     """Takes the options that are arguments of `CodeGrader`."""
     limits: dict[str, Any] = {}
-    if (cpu_seconds := options.number("cpu_seconds")) is not None:
+    if (cpu_seconds := options.take("cpu_seconds", NUMBER)) is not None:
         limits["cpu_seconds"] = cpu_seconds
-    if (memory_mb := options.number("memory_mb")) is not None:
+    if (memory_mb := options.take("memory_mb", NUMBER)) is not None:
         limits["memory_bytes"] = int(memory_mb * MEBIBYTE)
     try:
         checked = Limits(**limits)
@@ -321,13 +331,13 @@ def _take_settings(options: Options) -> dict[str, Any]:
         raise TaskError(f"task options cpu_seconds and memory_mb: {error}") from error
     return {
         "limits": checked,
-        "packages": options.texts("packages"),
-        "run_without_isolation": options.flag("run_without_isolation"),
-        "sandbox": options.text("sandbox"),
+        "packages": options.take("packages", TEXTS, []),
+        "run_without_isolation": options.take("run_without_isolation", FLAG, False),
+        "sandbox": options.take("sandbox", TEXT),
     }
 
 
-def _as_published(rows: Dataset) -> tuple[list[int], list[int]] | None:
-    ids = rows["task_id"] if "task_id" in rows.column_names else []
-    train = [index for index, number in enumerate(ids) if 601 <= number <= 974]
-    return (train, [index for index, number in enumerate(ids) if 11 <= number <= 510]) if train else None
+def _as_published(rows: Rows) -> tuple[list[int], list[int]] | None:
+    ids = rows.values("task_id")
+    train = [index for index, number in enumerate(ids) if number in range(601, 975)]
+    return (train, [index for index, number in enumerate(ids) if number in range(11, 511)]) if train else None

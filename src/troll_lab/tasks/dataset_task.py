@@ -1,4 +1,4 @@
-"""Makes the prompts of a task from the rows of a data set."""
+"""Makes a task from the rows of a data set, by the options of the user."""
 
 from __future__ import annotations
 
@@ -11,14 +11,108 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from troll_lab.rewards.answers import AnswerFormat, FormatReward
-from troll_lab.tasks.options import Options
 from troll_lab.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
-from troll_lab.tasks.rows import Column, Row, Rows, UnfitColumn
-from troll_lab.tasks.splits import Divide, Source, read_splits
+from troll_lab.tasks.rows import Column, Divide, Row, Rows, Source, UnfitColumn, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
 # Arrow's 32-bit offsets allow 2 GiB of text in a column: a few thousand rows, if their tests are long.
 _ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an option takes.
+
+    Attributes:
+        words: The end of the sentence "it must be ...".
+        fits: Whether a value is of this kind.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Returns the value of an option; raises TaskError if it is not of this kind."""
+        if not self.fits(value):
+            raise TaskError(f"task option {name} must be {self.words}, got {value!r}")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, str) for each in values)
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NUMBER = Kind("a number above 0", _is_number)
+TEXTS = Kind("a list of texts", _are_texts)
+PAIRS = Kind(
+    'a list of pairs of texts, such as [["3 + 4 =", "7"]]',
+    lambda value: isinstance(value, list) and all(_are_texts(each) and len(each) == 2 for each in value),
+)
+COLUMNS = Kind(
+    "a mapping of names, such as {prompt: question, answer: solution}",
+    lambda value: isinstance(value, dict) and _are_texts(list(value.values())),
+)
+OVERLONG = Kind(
+    "a mapping with length and cache, two numbers above 0 of which cache is the smaller one",
+    lambda value: (
+        isinstance(value, dict)
+        and sorted(value) == ["cache", "length"]
+        and all(map(_is_number, value.values()))
+        and value["cache"] < value["length"]
+    ),
+)
+
+
+def one_of(choices: Sequence[str]) -> Kind:
+    """One of several texts."""
+    return Kind(f"one of {', '.join(choices)}", lambda value: value in choices)
+
+
+def whole_number(least: int = 1) -> Kind:
+    """A whole number of at least `least`."""
+    return Kind(
+        f"a whole number of at least {least}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
+
+
+class Options:
+    """Reads `task_options`, one by one; options that are left over are errors.
+
+    Args:
+        config: The task's configuration, with its `task_options`.
+    """
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._task = config.task
+        self._given = config.options
+        self._known: list[str] = []
+
+    def take(self, name: str, kind: Kind, default: Any = None) -> Any:
+        """Takes an option, or its default; raises TaskError if it is not of its kind."""
+        self._known.append(name)
+        value = self._given.pop(name, default)
+        return value if value is default else kind.checked(name, value)
+
+    def columns(self, defaults: Mapping[str, Column]) -> dict[str, Column]:
+        """Takes `columns`, the names of the data's columns for the task's fields."""
+        given = self.take("columns", COLUMNS, {})
+        for name in given:
+            if name not in defaults:
+                raise TaskError(f"task {self._task!r} reads no column {name!r}; it reads {', '.join(defaults)}")
+        return {name: Column((given[name],)) if name in given else defaults[name] for name in defaults}
+
+    def finish(self) -> None:
+        """Refuses options that were not taken."""
+        for name in self._given:
+            known = f"it has {', '.join(self._known)}" if self._known else "it takes none"
+            raise TaskError(f"task {self._task!r} has no option {name!r}; {known}")
 
 
 @dataclass(frozen=True)
@@ -96,13 +190,13 @@ def dataset_task(
         TaskError: If an option is unknown or unusable, the data cannot be reached or read, or a row lacks something
             that is read.
     """
-    template = options.text("prompt")
+    template = options.take("prompt", TEXT)
     if template is not None and "{question}" not in template:
         raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
     style = style if template is None else replace(style, plain=template, chat=template)
-    system_prompt, examples = options.text("system_prompt"), options.pairs("examples")
+    system_prompt, examples = options.take("system_prompt", TEXT), options.take("examples", PAIRS, [])
     columns = options.columns(columns)
-    skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
+    skip_unanswered = options.take("skip_unanswered", FLAG, skip_unanswered)
     options.finish()
     weighted = list(rewards)
     train, test = read_splits(config, source, divide)
@@ -118,7 +212,7 @@ def dataset_task(
         reward_funcs=[reward for reward, _ in weighted],
         reward_weights=[weight for _, weight in weighted] if len(weighted) > 1 else None,
         system_prompt=system_prompt,
-        examples=examples,
+        examples=[(first, second) for first, second in examples],
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
         references=[example.reference for example in (*learned, *held_out[: config.eval_size])],
@@ -143,12 +237,9 @@ def take_shaping(options: Options, answer_format: AnswerFormat | None) -> list[t
         TaskError: If an option is unusable.
     """
     rewards: list[tuple[Reward, float]] = []
-    if answer_format is not None and (weight := options.number("format_reward")) is not None:
+    if answer_format is not None and (weight := options.take("format_reward", NUMBER)) is not None:
         rewards.append((FormatReward(answer_format), weight))
-    overlong = options.numbers("overlong", ("length", "cache"))
-    if overlong is not None:
-        if overlong["cache"] >= overlong["length"]:
-            raise TaskError(f"task option overlong: cache must be below length, got {overlong}")
+    if (overlong := options.take("overlong", OVERLONG)) is not None:
         from trl.rewards import get_soft_overlong_punishment
 
         rewards.append((get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])), 1.0))
@@ -176,8 +267,6 @@ def _examples(
     seen: set[tuple[str, ...]] = set()
     left_out: list[str] = []
     count = 0
-    if not len(rows):
-        return examples
     for row in rows.read(columns):
         count += 1
         try:

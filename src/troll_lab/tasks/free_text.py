@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from troll.grading import completion_text
 from troll_lab.rewards.style import Style
-from troll_lab.tasks.options import Options
+from troll_lab.tasks.dataset_task import Options, whole_number
 from troll_lab.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task
 
 NAME = "free_text"
@@ -49,8 +49,11 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     if config.dataset_path is not None:
         raise TaskError(f"task {NAME!r} has its own text: remove dataset_path={config.dataset_path}")
     options = Options(config)
-    style = Style(options.whole("words", Style.words), options.whole("tolerance", Style.tolerance, least=0))
-    prompt_words = options.whole("prompt_words", DEFAULT_PROMPT_WORDS)
+    style = Style(
+        options.take("words", whole_number(1), Style.words),
+        options.take("tolerance", whole_number(0), Style.tolerance),
+    )
+    prompt_words = options.take("prompt_words", whole_number(1), DEFAULT_PROMPT_WORDS)
     options.finish()
     held_out = _beginnings(paragraphs("eval"), prompt_words)
     # All held-out prompts, not only those that are evaluated: a larger eval_size must not find training prompts.

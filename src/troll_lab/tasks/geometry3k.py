@@ -2,18 +2,19 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
-from datasets import Dataset, Image, List
+from datasets import Dataset, Features, Image, List, Value
 
 from troll_lab.rewards.answers import INSTRUCTIONS
 from troll_lab.rewards.mathematics import MathGrader
+from troll_lab.tasks.dataset_task import Options
 from troll_lab.tasks.mathematics import check_math_verify
-from troll_lab.tasks.options import Options
 from troll_lab.tasks.registry import Task, TaskConfig, register_task, spaced_once
-from troll_lab.tasks.rows import Column, Rows
-from troll_lab.tasks.splits import Source, read_splits
+from troll_lab.tasks.rows import Column, Rows, Source, read_splits
 
 _COLUMNS = {name: Column((name,)) for name in ("images", "problem", "answer")}
+_FEATURES = Features({"images": List(Image()), "prompt": Value("string"), "answer": Value("string")})
 
 #: The data set's mark for a diagram in a text; TRL puts the images before the text.
 _PLACEHOLDER = "<image>"
@@ -36,9 +37,10 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     options.finish()
     train, test = read_splits(config, Source("hiyouga/geometry3k"))
     held_out, asked = _to_prompts(test, columns)
+    first = train.select(range(len(train))[: config.train_size])
     return Task(
         name=config.task,
-        train_dataset=_to_prompts(train.head(config.train_size), columns, exclude=asked)[0],
+        train_dataset=_to_prompts(first, columns, exclude=asked)[0],
         # The other held-out rows are not trained on either: a larger eval_size must not find training rows.
         eval_dataset=held_out.select(range(len(held_out))[: config.eval_size]),
         held_out_questions={spaced_once(prompt) for prompt in held_out["prompt"]},
@@ -50,22 +52,19 @@ def _to_prompts(
     rows: Rows, columns: dict[str, Column], exclude: Collection[tuple[str, str]] = ()
 ) -> tuple[Dataset, set[tuple[str, str]]]:
     """The rows as prompts, and their pairs of a question and an answer."""
-    names = rows.columns(columns)
-    images = rows.dataset.select_columns(names["images"])
-    # Not decoded: whether they are there is all that matters here.
-    undecoded = rows.dataset.cast_column(names["images"], List(Image(decode=False)))
-    kept, prompts, answers, asked = [], [], [], set()
-    for index, row in enumerate(replace(rows, dataset=undecoded).read(columns)):
-        if not row.value("images") or None in row.value("images"):
-            raise row.error(f"has no image in its field {names['images']!r}")
-        problem = row.text("problem").replace(_PLACEHOLDER, "").strip()
-        answer = row.answer("answer")
+    if isinstance(rows.records, Dataset):  # not decoded: whether they are there is all that matters here
+        undecoded = rows.records.cast_column(rows.columns(columns)["images"], List(Image(decode=False)))
+        rows = replace(rows, records=undecoded)
+    found: dict[str, list[Any]] = {name: [] for name in _FEATURES}
+    asked = set()
+    for row in rows.read(columns):
+        images = row.value("images")
+        if not images or None in images:
+            raise row.error(f"has no image in its field {row.columns['images']!r}")
+        problem, answer = row.text("problem").replace(_PLACEHOLDER, "").strip(), row.answer("answer")
         asked.add((spaced_once(problem), answer))
         if (spaced_once(problem), answer) not in exclude:
-            kept.append(index)
-            prompts.append(f"{problem}\n{INSTRUCTIONS['boxed']}")
-            answers.append(answer)
-    images = images.select(kept).cast_column(names["images"], List(Image()))
-    if names["images"] != "images":
-        images = images.rename_column(names["images"], "images")
-    return images.add_column("prompt", prompts).add_column("answer", answers), asked
+            found["images"].append(images)
+            found["prompt"].append(f"{problem}\n{INSTRUCTIONS['boxed']}")
+            found["answer"].append(answer)
+    return Dataset.from_dict(found, features=_FEATURES), asked

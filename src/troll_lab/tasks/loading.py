@@ -1,18 +1,31 @@
-"""Loads tasks by name, with prompts in a trainer's form, and drops the held-out questions of other tasks."""
+"""Loads tasks: those that are registered by name, and those of a user's YAML or Python file.
+
+`load_task` is the way in. `decontaminate` drops the held-out questions of other tasks from a task.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from datasets import Dataset
 
-from troll.grading import clash
+from troll.grading import TAKEN, clash
+from troll.settings import did_you_mean
+from troll_lab.rewards.answers import INSTRUCTIONS
 from troll_lab.rewards.preference import load_reward_model
-from troll_lab.tasks.custom import load_file
+from troll_lab.tasks.code import load_tested
+from troll_lab.tasks.dataset_task import Example, Options, PromptStyle, dataset_task, one_of
+from troll_lab.tasks.mathematics import load_mathematics
 from troll_lab.tasks.registry import (
     CHAT_PROMPT,
+    RewardFunc,
     Task,
     TaskConfig,
     TaskError,
@@ -21,6 +34,23 @@ from troll_lab.tasks.registry import (
     registration_of,
     spaced_once,
 )
+from troll_lab.tasks.rows import Column, Row, Source
+from troll_lab.terminal import one_line
+from troll_lab.values import read_yaml
+
+# The fields of a YAML file, and their types.
+_FIELDS: dict[str, type] = {
+    "dataset": str,
+    "eval_dataset": str,
+    "dataset_config": str,
+    "train_split": str,
+    "eval_split": str,
+    "columns": dict,
+    "reward": str,
+    "task_options": dict,
+}
+# The library's rewards in a YAML file: the column that each needs next to the prompt, and its loader.
+_REWARDS = {"math": ("answer", load_mathematics), "code": ("tests", load_tested)}
 
 
 def load_task(config: TaskConfig, *, conversational: bool = False, for_training: bool = False) -> Task:
@@ -123,3 +153,177 @@ def _with_prompts(dataset: Dataset, task: Task, conversational: bool) -> Dataset
     # Single columns are replaced: images in the others would be decoded.
     old = ["prompt", *other]
     return dataset.add_column("new_prompt", prompts).remove_columns(old).rename_column("new_prompt", "prompt")
+
+
+def load_file(config: TaskConfig) -> Task:
+    """Loads a user's task from a Python or a YAML file.
+
+    A Python file, `path.py[:argument]`, defines `load(config, argument)`, a function with the signature that
+    `register_task` requires: it returns a `Task` whose prompts are plain text. docs/tasks.md describes the fields of a
+    YAML file. Its `task_options` are defaults for those of `config`, and `config.dataset_path` replaces its data. Paths
+    in it are relative to it.
+
+    Raises:
+        TaskError: If the file is missing or cannot be read, its function is missing or returns something else, or one
+            of its fields is unknown, missing or unusable; names the file and the field.
+    """
+    name, _, argument = config.task.partition(":")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise TaskError(f"task {config.task!r}: there is no file {path}")
+    if path.name.endswith(".py"):
+        return _load_python(path, config, argument)
+    if argument:
+        raise TaskError(f"task {config.task!r}: a YAML file takes no argument after a colon")
+    return _load_yaml(path, config)
+
+
+def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
+    load = getattr(_import(path), "load", None)
+    if not callable(load):
+        raise TaskError(f"{path} must define load(config, argument), which returns a troll_lab.tasks.Task")
+    task = load(config, argument)
+    if not isinstance(task, Task):
+        raise TaskError(f"load in {path} must return a troll_lab.tasks.Task, got {type(task).__name__}")
+    return replace(task, files=[path])
+
+
+def _load_yaml(path: Path, config: TaskConfig) -> Task:
+    fields = _yaml_fields(path)
+    columns = {name: Column((column,)) for name, column in fields["columns"].items()}
+    local, source = _yaml_source(path, fields)
+    config = replace(
+        config,
+        dataset_path=config.dataset_path or local,
+        task_options={**fields.get("task_options", {}), **config.options},
+    )
+    if config.dataset_path != local:
+        source = replace(source, held_out_file=None)
+    reward = fields["reward"]
+    if reward in _REWARDS:
+        answer, load = _REWARDS[reward]
+        if set(columns) != {"prompt", answer}:
+            given = ", ".join(columns)
+            raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {given}")
+        return replace(load(config, source, columns=columns), files=[path])
+    function, file = load_function(reward, path.parent, f"{path}: reward", *_REWARDS)
+    task = _load_rewarded(config, source, columns, function)
+    return replace(task, files=[path, file] if file else [path])
+
+
+def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
+    """A task whose reward gets all columns except the prompt, as text, under the names of the YAML file."""
+    options = Options(config)
+    instructions = {"none": ""} | INSTRUCTIONS
+    instruction = instructions[options.take("answer_format", one_of(list(instructions)), "none")]
+    template = "{question}\n{instruction}" if instruction else "{question}"
+
+    def read(row: Row) -> Example:
+        return Example(row.text("prompt"), {name: row.answer(name) for name in columns if name != "prompt"})
+
+    return dataset_task(
+        config,
+        source,
+        options,
+        columns=columns,
+        read=read,
+        style=PromptStyle(template, template, instruction),
+        rewards=[(reward, 1.0)],
+    )
+
+
+def _yaml_fields(path: Path) -> dict[str, Any]:
+    try:
+        fields = read_yaml(path)
+    except ValueError as error:
+        raise TaskError(str(error)) from error
+    for name, value in fields.items():
+        if name not in _FIELDS:
+            hint = did_you_mean(str(name), _FIELDS) or f"; it has {', '.join(_FIELDS)}"
+            raise TaskError(f"{path}: unknown field {name!r}{hint}")
+        if not isinstance(value, _FIELDS[name]):
+            kind = "a mapping" if _FIELDS[name] is dict else "a text"
+            raise TaskError(f"{path}: {name} must be {kind}, got {value!r}")
+    for name in ("dataset", "columns", "reward"):
+        if name not in fields:
+            raise TaskError(f"{path}: field {name!r} is missing")
+    columns = fields["columns"]
+    if "prompt" not in columns or not all(isinstance(each, str) for pair in columns.items() for each in pair):
+        raise TaskError(f"{path}: columns must name the data's columns, such as {{prompt: question, answer: solution}}")
+    if taken := [name for name in (*TAKEN, "completion") if name in columns]:  # TRL keeps `completion` to itself
+        raise TaskError(
+            f"{path}: columns: a reward cannot get a column under the name {taken[0]!r}, which TRL uses for something "
+            f"else: choose another, such as gold: {columns[taken[0]]}"
+        )
+    return fields
+
+
+def _yaml_source(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
+    """The path of the local data, None if the file names none; and the hub's data set."""
+    local = path.parent / Path(fields["dataset"]).expanduser()
+    source = Source(
+        fields["dataset"],
+        fields.get("dataset_config"),
+        train=fields.get("train_split", "train"),
+        held_out=fields.get("eval_split", "test"),
+    )
+    if not local.exists():
+        if "eval_dataset" in fields:
+            raise TaskError(f"{path}: eval_dataset goes with a local dataset, and there is no {local}")
+        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in (".json", ".jsonl", ".parquet"):
+            raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
+        return None, source
+    if "eval_dataset" in fields:
+        source = replace(source, held_out_file=path.parent / Path(fields["eval_dataset"]).expanduser())
+    return str(local), source
+
+
+def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Callable[..., Any], Path | None]:
+    """Loads a user's function, and returns it with its file; None for a module without one.
+
+    Args:
+        name: `FILE.py:function` or `module:function`.
+        folder: The folder that a file's path is relative to.
+        label: The field or option with the name, for errors.
+        *others: Other possible values of the field, for errors.
+
+    Raises:
+        TaskError: If there is no such function, or its file or module cannot be imported.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not attribute.isidentifier():
+        takes = ", ".join((*others, "FILE.py:function or module:function"))
+        raise TaskError(f"{label} must be {takes}, got {name!r}")
+    if module.endswith(".py"):
+        source = folder / Path(module).expanduser()
+        if not source.is_file():
+            raise TaskError(f"{label}: there is no file {source}")
+        found = _import(source)
+    else:
+        try:
+            found = importlib.import_module(module)
+        except Exception as error:  # a user's module can raise anything
+            raise TaskError(f"{label}: cannot import {module}: {one_line(error)}") from error
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        raise TaskError(f"{label}: {module} has no function {attribute!r}")
+    file = getattr(found, "__file__", None)
+    return function, None if file is None else Path(file)
+
+
+def _import(path: Path) -> ModuleType:
+    """Imports a file once, under a name that no installed module has."""
+    name = f"troll_task:{path.resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"cannot import {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file can raise anything
+        del sys.modules[name]
+        raise TaskError(f"cannot import {path}: {type(error).__name__}: {one_line(error)}") from error
+    return module

@@ -5,26 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 from troll_lab.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
 from troll_lab.rewards.mathematics import MathGrader
-from troll_lab.tasks.dataset_task import Example, PromptStyle, dataset_task, take_shaping, without
-from troll_lab.tasks.options import Options
+from troll_lab.tasks.dataset_task import (
+    FLAG,
+    Example,
+    Options,
+    PromptStyle,
+    dataset_task,
+    one_of,
+    take_shaping,
+    without,
+)
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Row
-from troll_lab.tasks.splits import Source
+from troll_lab.tasks.rows import Column, Row, Source
 
 _TEMPLATE = "{question}\n{instruction}"
 
-# Without braces, TeX takes one token: more text after it would mean that the answer is cut short.
+# Without braces, TeX boxes one token: with more text after it, the answer would be cut short.
 _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!?]*(?:[\s$)}]|\\[\])]|$))")
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d\S*)?")
 
-# Instructions in the data sets' questions. A model that is asked for two formats cannot answer right.
+# Instructions in the data sets' questions. If a model is asked for two formats, one of them must be wrong.
 _DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.",
@@ -92,15 +99,15 @@ def load_mathematics(
     """
     check_math_verify()
     options = Options(config)
-    answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
-    positive_symbols = options.flag("positive_symbols", positive_symbols)
+    answer_format: AnswerFormat = options.take("answer_format", one_of(list(INSTRUCTIONS)), "boxed")
+    positive_symbols = options.take("positive_symbols", FLAG, positive_symbols)
     shaping = take_shaping(options, answer_format)
 
     def read(row: Row) -> Example:
         question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
         if _DATE.fullmatch(answer):
             what = "a date, which mathematics reads as a difference of numbers"
-            raise row.unfit("answer", what, answer, 'write it in words, such as "1 May 2024"')
+            raise row.unfit("answer", what, 'write it in words, such as "1 May 2024"')
         try:
             return Example(question, {"answer": (gold or boxed_or_whole)(answer)})
         except ValueError as error:

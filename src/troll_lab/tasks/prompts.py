@@ -1,10 +1,8 @@
 """Prompts without answers: a reward model scores the completions."""
 
-from troll_lab.tasks.dataset_task import Example, PromptStyle, dataset_task
-from troll_lab.tasks.options import Options
+from troll_lab.tasks.dataset_task import Example, Options, PromptStyle, dataset_task
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column
-from troll_lab.tasks.splits import Source
+from troll_lab.tasks.rows import Column, Source
 
 
 @register_task("prompts[:<hub data set>]")

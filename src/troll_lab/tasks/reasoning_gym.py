@@ -11,8 +11,8 @@ from datasets import Dataset
 from troll.grading import completion_text
 from troll_lab.rewards.answers import tagged
 from troll_lab.tasks.attempts import attempt_rewards, overthought
+from troll_lab.tasks.dataset_task import PAIRS, TEXT, Kind, Options
 from troll_lab.tasks.judges import JUDGES, Judge, judge_of
-from troll_lab.tasks.options import Options
 from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
 
 Split = Literal["eval", "warmup", "train"]
@@ -30,6 +30,11 @@ _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "tra
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
+_ANSWER_FORMAT = Kind(
+    f"a text with {PLAIN} in it, once, and without <answer> tags, in which it is read",
+    lambda value: isinstance(value, str) and value.count(PLAIN) == 1 and "<answer>" not in value,
+)
+_PROBABILITY = Kind("a probability between 0 and 1", lambda value: isinstance(value, float) and 0 < value < 1)
 _OWN_OPTIONS = ("prompt", "system_prompt", "examples", "answer_format", "attempts", "random_reward")
 
 # Some verifiers take quadratic time: a longer answer is wrong, unless the data set's own is half as long.
@@ -95,7 +100,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     if config.dataset_path is not None:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
     options = Options(config)
-    system_prompt, examples = options.text("system_prompt"), options.pairs("examples")
+    system_prompt, examples = options.take("system_prompt", TEXT), options.take("examples", PAIRS, [])
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
     verifier, asked = _create(data_set, config.options), train + held_out
@@ -106,7 +111,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     elif asked[0].answer_format == PLAIN:  # the other two rewards have no use then
         rewards, weights = rewards[:1], weights[:1]
     if (probability := config.options.get("random_reward")) is not None:
-        rewards.append(_random_reward(probability))
+        rewards.append(_random_reward(_PROBABILITY.checked("random_reward", probability)))
         weights = [0.0] * len(weights) + [1.0]
     return Task(
         name=config.task,
@@ -115,7 +120,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
         reward_funcs=rewards,
         reward_weights=weights if len(weights) > 1 else None,
         system_prompt=system_prompt,
-        examples=examples,
+        examples=[(first, second) for first, second in examples],
     )
 
 
@@ -139,14 +144,9 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
         TaskError: If the data set or an option is unknown, refused or unusable, or if the split holds hardly any
             question.
     """
-    template, answer_format = options.get("prompt", "{question}"), options.get("answer_format", PLAIN)
+    template = TEXT.checked("prompt", options.get("prompt", "{question}"))
+    answer_format = _ANSWER_FORMAT.checked("answer_format", options.get("answer_format", PLAIN))
     separator = options.get("attempts")
-    if not isinstance(template, str):
-        raise TaskError(f"task option prompt must be a string, got {template!r}")
-    if not isinstance(answer_format, str) or answer_format.count(PLAIN) != 1:
-        raise TaskError(f"task option answer_format must be a string with {PLAIN} in it, once, got {answer_format!r}")
-    if "<answer>" in answer_format:
-        raise TaskError(f"task option answer_format is read within <answer> tags: remove them from {answer_format!r}")
     if separator is not None and (not isinstance(separator, str) or not separator or answer_format != PLAIN):
         raise TaskError(f"task option attempts must be a text, without an answer_format, got {separator!r}")
     draws = size * _DRAWS_PER_QUESTION
@@ -227,10 +227,7 @@ def _rewards(verifier: Any, asked: list[Question]) -> list[RewardFunc]:
     return [success, formatted, right]
 
 
-def _random_reward(probability: Any) -> RewardFunc:
-    if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 < probability < 1:
-        raise TaskError(f"task option random_reward must be a probability between 0 and 1, got {probability!r}")
-
+def _random_reward(probability: float) -> RewardFunc:
     def random_reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         # Drawn by torch's generator, whose state a checkpoint keeps.
         return (torch.rand(len(completions)) < probability).float().tolist()

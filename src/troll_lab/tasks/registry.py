@@ -23,7 +23,7 @@ DEFAULT_EVAL_SIZE = 256
 #: The column with the prompts for conversations, if they differ from those for plain text.
 CHAT_PROMPT = "chat_prompt"
 
-#: The ends of the names of files with a task of the user's, see `troll_lab.tasks.custom`.
+#: The endings of files with a user's task, see `troll_lab.tasks.loading`.
 _FILES = (".py", ".yaml", ".yml")
 
 
@@ -217,7 +217,7 @@ def registration_of(task: str) -> tuple[Registration, str]:
 
 
 def is_file(task: str) -> bool:
-    """Whether a task's name is the path of a file with a task of the user's."""
+    """Whether a task's name is the path of a file with a user's task."""
     return task.partition(":")[0].endswith(_FILES)
 
 

@@ -1,32 +1,221 @@
-"""The rows of a data set, whose fields are read by the task's names for them."""
+"""The rows of a data set: read from a file or the hub, divided into those to train on and to evaluate on, and read.
+
+`read_splits` is the way in. It returns `Rows`, whose method `read` yields a `Row` for each: its fields by the task's
+names for them, as texts. Numbers are read with all the digits that are written.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset, Value, load_dataset
 
-from troll_lab.tasks.registry import TaskError
-from troll_lab.tasks.written import WrittenRows, value_at
+from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig, TaskError
+from troll_lab.values import unique_keys
+
+_SUFFIXES = (".json", ".jsonl", ".parquet")
+_NO_SPACE = re.compile(r"\S")
+
+#: The digits up to which every Python makes an int of a text.
+_LONGEST_INT = 640
 
 #: The whole numbers from which on a float skips some, by the type of its column.
 _SKIPS = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
 
+#: Types of values that cannot be answers, in words.
+_UNFIT: dict[type | tuple[type, ...], str] = {
+    bool: "true or false",
+    (date, time, timedelta): "a date or a time",
+    bytes: "bytes",
+}
+
 #: The type of a column whose numbers stand for names.
 _CLASS = "class"
+
+_MISSING = object()
 
 _QUOTE = "write the answers of this column as text, in quotes"
 
 
-class UnfitColumn(TaskError):
-    """An answer of a wrong type, as probably all of its column are: to leave out rows is not what a user wants."""
+@dataclass(frozen=True)
+class Source:
+    """A data set of the hub.
+
+    Attributes:
+        name: Its name on the hub, e.g. `openai/gsm8k`.
+        config: Its configuration, if it has several.
+        train: The split to train on; None for a benchmark.
+        held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
+        only: A column and the value that rows of the task have in it; ignored if there is no such column.
+        held_out_file: A local file with the rows to evaluate on, if another file has those to train on.
+    """
+
+    name: str
+    config: str | None = None
+    train: str | None = "train"
+    held_out: str = "test"
+    only: tuple[str, str] | None = None
+    held_out_file: Path | None = None
+
+
+#: Divides the rows of one file, by index, into training and held-out ones; returns None to hold out the last ones.
+Divide = Callable[["Rows"], tuple[Sequence[int], Sequence[int]] | None]
+
+
+def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None) -> tuple[Rows, Rows]:
+    """Reads training and held-out rows.
+
+    They come from `config.dataset_path`: a folder with a train and a test file (`train.jsonl`,
+    `test-00000-of-00001.parquet`, ...), or one file, whose last `eval_size` rows are then held out. Without a path,
+    they come from the hub. For a benchmark, all rows of one file are held out. A folder without a train file has only
+    rows to evaluate on.
+
+    Args:
+        config: The path, and the number of rows of one file to hold out. With an `eval_size` of None, these are as many
+            as a run holds out by default, so that an evaluation on all rows does not include training rows.
+        source: The hub's data set.
+        divide: Divides one file as the data set's authors did; None to hold out the last rows.
+
+    Returns:
+        The rows to train on, and the held-out rows, which may be more than `eval_size`.
+
+    Raises:
+        TaskError: If the data cannot be reached or read, or there are too few rows.
+    """
+    train, test = _local(config, source, divide) if config.dataset_path else _from_hub(config, source)
+    return _only(train, source), _only(test, source)
+
+
+def _local(config: TaskConfig, source: Source, divide: Divide | None) -> tuple[Rows, Rows]:
+    path = Path(str(config.dataset_path)).expanduser()
+    if path.is_dir():
+        test = _read_file(_one_file(path, "test"), "test")
+        evaluates = source.train is None or not _files(path, "train")
+        return test.select([], "train") if evaluates else _read_file(_one_file(path, "train"), "train"), test
+    rows = _read_file(path, "train")
+    if source.held_out_file is not None:
+        return rows, _read_file(source.held_out_file, "test", field="eval_dataset")
+    if source.train is None:
+        return rows.select([]), replace(rows, split="test")
+    parts = divide(rows) if divide is not None else None
+    if parts is not None:
+        return rows.select(parts[0]), rows.select(parts[1], "test")
+    return _hold_out(_only(rows, source), config.eval_size)
+
+
+def _from_hub(config: TaskConfig, source: Source) -> tuple[Rows, Rows]:
+    try:
+        splits = load_dataset(source.name, source.config)
+    except Exception as error:  # see _reason
+        if isinstance(error, OSError):
+            remedy = "or give a local copy with --dataset_path (a file, or a folder with train.jsonl and test.jsonl)"
+            why = f": connect to the network, {remedy}; {_reason(error)}"
+        else:
+            why = f", configuration {source.config or 'default'}: {_reason(error)}"
+        raise TaskError(f"cannot load {source.name} from the Hugging Face hub{why}") from error
+    first = source.held_out if source.train is None else source.train
+    if first not in splits:
+        raise TaskError(f"{source.name} has no split {first!r}, only {', '.join(splits)}")
+    rows = _all(splits[first], "train", source.name)
+    if source.train is None:
+        return rows.select([]), replace(rows, split="test")
+    if source.held_out in splits:
+        return rows, _all(splits[source.held_out], "test", source.name)
+    return _hold_out(_only(rows, source), config.eval_size)
+
+
+def _only(rows: Rows, source: Source) -> Rows:
+    if source.only is None or source.only[0] not in rows.features:
+        return rows
+    column, value = source.only
+    return rows.select([index for index, found in enumerate(rows.values(column)) if found == value])
+
+
+def _hold_out(rows: Rows, eval_size: int | None) -> tuple[Rows, Rows]:
+    size = DEFAULT_EVAL_SIZE if eval_size is None else eval_size
+    if len(rows) <= size:
+        raise TaskError(
+            f"{rows.origin} has {len(rows)} rows, not enough to hold out eval_size={size} of them: choose a smaller "
+            "eval_size, that of the training run if there was one"
+        )
+    kept = len(rows) - size
+    return rows.select(range(kept)), rows.select(range(kept, len(rows)), "test")
+
+
+def _one_file(folder: Path, split: str) -> Path:
+    files = _files(folder, split)
+    if len(files) != 1:
+        found = ", ".join(path.name for path in files) or "none"
+        raise TaskError(f"{folder} must have one {split} file ({split}.jsonl, .json or .parquet), found {found}")
+    return files[0]
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.name.startswith(split))
+
+
+def _read_file(path: Path, split: str, field: str = "dataset_path") -> Rows:
+    if not path.is_file():
+        raise TaskError(f"{field}: no such file or folder: {path}")
+    if path.suffix not in _SUFFIXES:
+        raise TaskError(f"{field}: {path} is not one of {', '.join(_SUFFIXES)}")
+    try:
+        if path.suffix == ".parquet":
+            records = load_dataset("parquet", data_files=str(path), split="train")
+        else:
+            records = list(_json_objects(path))
+        rows = _all(records, split, str(path))
+    except Exception as error:  # see _reason
+        raise TaskError(f"cannot read {path}: {_reason(error)}") from error
+    if not len(rows):
+        raise TaskError(f"cannot read {path}: it has no rows")
+    return rows
+
+
+def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON file, which stand one after another, or in a list.
+
+    `datasets` has a reader too, but it changes answers: numbers of a column with one fraction become 64-bit floats, and
+    texts such as "2024-05-01" points in time. Here a number is an int, or a float if that is what is written, to the
+    last digit; otherwise a Decimal.
+
+    Raises:
+        ValueError: If the file holds anything else.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys, parse_float=_number, parse_int=_whole_number)
+    place = 0
+    while (start := _NO_SPACE.search(text, place)) is not None:
+        found, place = decoder.raw_decode(text, start.start())
+        for row in found if isinstance(found, list) else [found]:
+            if not isinstance(row, dict):
+                raise ValueError(f"a row must be a JSON object, got {row!r:.80}")
+            yield row
+
+
+def _whole_number(text: str) -> int | Decimal:
+    return int(text) if len(text) <= _LONGEST_INT else Decimal(text)
+
+
+def _number(text: str) -> float | Decimal:
+    exact, near = Decimal(text), float(text)
+    return near if exact == Decimal(repr(near)) else exact
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line: the readers of `datasets` raise many classes with long messages; the cause is clearer."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error}"
+    return (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]
 
 
 @dataclass(frozen=True)
@@ -44,138 +233,41 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row; every error of its methods names it and the column.
-
-    Attributes:
-        values: The values of the row by the data set's columns.
-        columns: The data set's columns for the task's fields.
-        place: The place of the row in words, for errors.
-        number: The place of the row in its file, counted from 0.
-        written: The rows of a JSON file as they are written there.
-        types: The type of each field's column, such as `float64`.
-    """
-
-    values: Mapping[str, Any]
-    columns: Mapping[str, str]
-    place: str
-    number: int = 0
-    written: WrittenRows | None = None
-    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def value(self, field: str) -> Any:
-        """Returns the value of a field; None if it has no column."""
-        column = self.columns.get(field)
-        if column is None:
-            return None
-        value = value_at(self.values, column)
-        if self.written is not None and (value is None or _may_be_changed(value)):
-            try:
-                return self.written.value(self.number, column)
-            except ValueError as error:
-                raise UnfitColumn(f"the numbers in the field {column!r} cannot be read exactly: {error}") from error
-        return value
-
-    def text(self, field: str) -> str:
-        """Returns the text of a field, or of the user's message if the field holds a conversation with only one.
-
-        A system message before it is left out.
-
-        Raises:
-            TaskError: If there is none.
-        """
-        value = self.value(field)
-        match value:
-            case [{"role": "user", "content": str(said)}] | [
-                {"role": "system"},
-                {"role": "user", "content": str(said)},
-            ]:
-                value = said
-        if not isinstance(value, str) or not value.strip():
-            raise self._lacks("text", field, value)
-        return value
-
-    def answer(self, field: str) -> str:
-        """Returns the answer in a field as text: 27.0 as `27`, 0.1 as `0.1`, and long numbers as they are written.
-
-        Raises:
-            UnfitColumn: If it is a truth value, a date or a time, bytes, a list or another value that holds several,
-                the number of a class, or a number that its column has rounded.
-            TaskError: If there is none.
-        """
-        value = self.value(field)
-        if isinstance(value, bool):
-            raise self.unfit(field, "true or false", value)
-        if isinstance(value, date | time | timedelta):
-            raise self.unfit(field, "a date or a time", value)
-        if isinstance(value, list | Mapping):
-            inner = "name one that holds one answer, or write the answers as text"
-            raise self.unfit(field, "a list" if isinstance(value, list) else "several fields", value, inner)
-        if isinstance(value, bytes):
-            raise self.unfit(field, "bytes", value)
-        if self.types.get(field) == _CLASS and value is not None:
-            raise self.unfit(field, "the number of a class", value)
-        if isinstance(value, float) and math.isfinite(value):
-            value = self._number(field, value)
-        if isinstance(value, Decimal) and value.is_finite():
-            return _plain(value)
-        if isinstance(value, int):
-            return str(value)
-        if not isinstance(value, str) or not value.strip():
-            raise self._lacks("answer", field, value)
-        return value.strip()
-
-    def _number(self, field: str, value: float) -> Decimal | str:
-        """The number that a float stands for, by its shortest text."""
-        kind = self.types.get(field, "")
-        if self.written is None and abs(value) >= _SKIPS.get(kind, _SKIPS["float64"]):
-            raise self.unfit(field, f"a whole number in a column of {kind}, which rounds numbers of this size", value)
-        text = str(np.float32(value)) if kind == "float32" else str(np.float16(value)) if kind == "float16" else None
-        text = str(value) if text is None else text
-        return Decimal(text) if float(text).is_integer() else text
-
-    def unfit(self, field: str, what: str, value: Any, remedy: str = _QUOTE) -> UnfitColumn:
-        """Returns an error about the type of a field's column, to be raised."""
-        column = self.columns.get(field, field)
-        return UnfitColumn(f"{self.place} has no answer in its field {column!r}, but {what}, {value!s:.80}: {remedy}")
-
-    def error(self, problem: str) -> TaskError:
-        """Returns an error about this row, to be raised."""
-        return TaskError(f"{self.place} {problem}")
-
-    def _lacks(self, what: str, field: str, value: Any) -> TaskError:
-        return self.error(f"has no {what} in its field {self.columns.get(field, field)!r}, got {value!r:.80}")
-
-
-@dataclass(frozen=True)
 class Rows:
     """Some rows of a file, or of a split of the hub.
 
     Attributes:
-        dataset: The rows themselves.
+        records: The rows themselves: those of a JSON file as Python's values.
+        features: The columns of the file by their names, nested ones in dictionaries of their own: of a JSON file with
+            None as their types.
         numbers: The place of each row in the file, counted from 0.
         split: `train` or `test`.
         origin: The path of the file, or the name on the hub.
-        written: The rows of a JSON file as they are written there.
     """
 
-    dataset: Dataset
+    records: Dataset | Sequence[Mapping[str, Any]]
+    features: Mapping[str, Any]
     numbers: Sequence[int]
     split: str
     origin: str
-    written: WrittenRows | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def values(self, column: str) -> list[Any]:
+        """Returns the values of a column; none if there is no such column."""
+        if column not in self.features:
+            return []
+        if isinstance(self.records, Dataset):
+            return list(self.records[column])
+        return [record.get(column) for record in self.records]
+
     def select(self, indices: Sequence[int], split: str | None = None) -> Rows:
         """Returns the rows at some indices."""
+        records = self.records
+        chosen = records.select(indices) if isinstance(records, Dataset) else [records[index] for index in indices]
         numbers = [self.numbers[index] for index in indices]
-        return replace(self, dataset=self.dataset.select(indices), numbers=numbers, split=split or self.split)
-
-    def head(self, size: int | None) -> Rows:
-        """Returns the first `size` rows; all for None."""
-        return self if size is None or size >= len(self) else self.select(range(size))
+        return replace(self, records=chosen, numbers=numbers, split=split or self.split)
 
     def columns(self, wanted: Mapping[str, Column]) -> dict[str, str]:
         """Returns the name of the data set's column for each of a task's fields that has one.
@@ -184,15 +276,14 @@ class Rows:
             TaskError: If a required column is missing; names it and the columns of the data.
         """
         found = {}
-        for field, column in wanted.items():
-            there = next((name for name in column.names if _has(self.dataset.features, name)), None)
-            if there is not None:
-                found[field] = there
+        for name, column in wanted.items():
+            there = [each for each in column.names if _value_at(self.features, each, _MISSING) is not _MISSING]
+            if there:
+                found[name] = there[0]
             elif column.required:
                 raise TaskError(
                     f"the {self.split} rows of {self.origin} have no column {' or '.join(map(repr, column.names))}, "
-                    f"only {', '.join(self.dataset.column_names)}; name it with task_options "
-                    f"{{columns: {{{field}: NAME}}}}"
+                    f"only {', '.join(self.features)}; name it with task_options {{columns: {{{name}: NAME}}}}"
                 )
         return found
 
@@ -202,35 +293,134 @@ class Rows:
         Raises:
             TaskError: If a required column is missing.
         """
+        if not len(self):
+            return
         columns = self.columns(wanted)
-        types = {field: _type(self.dataset.features, column) for field, column in columns.items()}
-        for number, values in zip(self.numbers, self.dataset, strict=True):
-            place = f"{self.split} row {number} (counted from 0) of {self.origin}"
-            yield Row(values, columns, place, number, self.written, types)
+        types = {name: _type(self.features, column) for name, column in columns.items()}
+        records: Iterable[Any] = self.records
+        for number, values in zip(self.numbers, records, strict=True):
+            yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}", types)
 
 
-def _has(features: Any, name: str) -> bool:
-    if not isinstance(features, Mapping):
-        return False
-    first, dot, rest = name.partition(".")
-    return name in features or (bool(dot) and first in features and _has(features[first], rest))
+def _all(records: Dataset | Sequence[Mapping[str, Any]], split: str, origin: str) -> Rows:
+    features = records.features if isinstance(records, Dataset) else _names(records)
+    return Rows(records, features, range(len(records)), split, origin)
+
+
+def _names(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The columns of the rows of a JSON file, as in `Rows.features`."""
+    names: dict[str, Any] = {}
+    objects: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        for name, value in record.items():
+            names[name] = None
+            if isinstance(value, Mapping):
+                objects.setdefault(name, []).append(value)
+    return names | {name: _names(values) for name, values in objects.items()}
+
+
+def _value_at(columns: Any, name: str, default: Any = None) -> Any:
+    """The value of a column of a row, or its type among a data set's; a dot in its name leads into a nested one."""
+    if not isinstance(columns, Mapping):
+        return default
+    if name in columns:
+        return columns[name]
+    first, _, rest = name.partition(".")
+    return _value_at(columns.get(first), rest, default) if rest else default
 
 
 def _type(features: Any, name: str) -> str:
     """The type of a column by its name; empty for one that holds no single values."""
-    feature = value_at(features, name)
+    feature = _value_at(features, name)
     if isinstance(feature, ClassLabel):
         return _CLASS
     return str(feature.dtype) if isinstance(feature, Value) else ""
 
 
-def _may_be_changed(value: Any) -> bool:
-    """Whether `datasets` may have read something else than is written in a JSON file."""
-    if isinstance(value, Mapping):
-        return any(map(_may_be_changed, value.values()))
-    if isinstance(value, list):
-        return any(map(_may_be_changed, value))
-    return isinstance(value, float | date)
+class UnfitColumn(TaskError):
+    """An answer of a wrong type, as probably all of its column are: leaving out rows would not help."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row; every error of its methods names it and the column.
+
+    Attributes:
+        values: The values of the row by the data set's columns.
+        columns: The data set's columns for the task's fields.
+        place: The place of the row in words, for errors.
+        types: The type of each field's column, such as `float64`; none for the rows of a JSON file, whose values are
+            what is written there.
+    """
+
+    values: Mapping[str, Any]
+    columns: Mapping[str, str]
+    place: str
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, name: str) -> Any:
+        """Returns the value of a field; None if it has no column."""
+        return _value_at(self.values, self.columns[name]) if name in self.columns else None
+
+    def text(self, name: str) -> str:
+        """Returns the text of a field, or of the user's message if the field holds a conversation with only one.
+
+        A system message before it is left out.
+
+        Raises:
+            TaskError: If there is none.
+        """
+        value = self.value(name)
+        match value:
+            case [{"role": "user", "content": str(said)}] | [
+                {"role": "system"},
+                {"role": "user", "content": str(said)},
+            ]:
+                value = said
+        return self._checked(name, value, "text")
+
+    def answer(self, name: str) -> str:
+        """Returns the answer in a field as text: 27.0 as `27`, 0.1 as `0.1`, and long numbers as they are written.
+
+        Raises:
+            UnfitColumn: If it is a truth value, a date or a time, bytes, a list or another value that holds several,
+                the number of a class, or a number that its column has rounded.
+            TaskError: If there is none.
+        """
+        value, kind = self.value(name), self.types.get(name, "")
+        if isinstance(value, list | Mapping):
+            what = "a list" if isinstance(value, list) else "several fields"
+            raise self.unfit(name, what, "name one that holds one answer, or write the answers as text")
+        for types, what in _UNFIT.items():
+            if isinstance(value, types):
+                raise self.unfit(name, what)
+        if kind == _CLASS and value is not None:
+            raise self.unfit(name, "the number of a class")
+        if isinstance(value, float) and math.isfinite(value):
+            if abs(value) >= _SKIPS.get(kind, math.inf):
+                raise self.unfit(name, f"a whole number in a column of {kind}, which rounds numbers of this size")
+            text = str(np.dtype(kind or "float64").type(value))
+            value = Decimal(text) if value.is_integer() else text
+        if isinstance(value, Decimal) and value.is_finite():
+            return _plain(value)
+        if isinstance(value, int):
+            return str(value)
+        return self._checked(name, value, "answer").strip()
+
+    def unfit(self, name: str, what: str, remedy: str = _QUOTE) -> UnfitColumn:
+        """Returns an error about the type of a field's column, to be raised."""
+        found = f"{what}, {self.value(name)!s:.80}"
+        return UnfitColumn(f"{self.place} has no answer in its field {self.columns[name]!r}, but {found}: {remedy}")
+
+    def error(self, problem: str) -> TaskError:
+        """Returns an error about this row, to be raised."""
+        return TaskError(f"{self.place} {problem}")
+
+    def _checked(self, name: str, value: Any, what: str) -> str:
+        # JSON can write lone surrogates, which neither a tokenizer nor a file takes.
+        if isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value):
+            return value
+        raise self.error(f"has no {what} in its field {self.columns.get(name, name)!r}, got {value!r:.80}")
 
 
 def _plain(value: Decimal) -> str:

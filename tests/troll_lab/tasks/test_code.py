@@ -9,8 +9,7 @@ from tests.troll_sandbox.processes import no_bubblewrap
 from tests.troll_sandbox.test_fusion import server  # noqa: F401  a fixture
 from troll_lab.tasks import TaskConfig, TaskError, load_task
 from troll_lab.tasks.code import eurus_tests, load_tested, names_under_test
-from troll_lab.tasks.rows import Column
-from troll_lab.tasks.splits import Source
+from troll_lab.tasks.rows import Column, Source
 
 pytestmark = pytest.mark.needs_bubblewrap
 
@@ -74,8 +73,10 @@ def test_mbpp_is_divided_as_published_where_it_is_whole(write):
     assert [len(task.train_dataset), len(task.eval_dataset)] == [2, 2]
     assert "add 601." in task.train_dataset[0]["prompt"]
     assert "add 11." in task.eval_dataset[0]["prompt"]
-    task = load_task(mbpp(write, [1, 11, 12, 500], eval_size=1))
-    assert [len(task.train_dataset), len(task.eval_dataset)] == [3, 1]
+    for ids in ([1, 11, 12, 500], ["601", None, 12, 500]):
+        rows = [mbpp_row(number, task_id=each) for number, each in enumerate(ids)]
+        task = load_task(TaskConfig("mbpp", write("mbpp.jsonl", rows), eval_size=1))
+        assert [len(task.train_dataset), len(task.eval_dataset)] == [3, 1]
 
 
 def test_mbpp_from_the_hub(hub):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from datasets import Dataset, Image, List
 from PIL import Image as PillowImage
@@ -62,3 +64,12 @@ def test_columns_are_mapped(tmp_path):
     task = load_task(config, conversational=True)
     assert sorted(task.train_dataset.column_names) == ["answer", "images", "prompt"]
     assert task.eval_dataset[0]["prompt"][0]["content"].startswith("Find test.")
+
+
+def test_images_of_json_are_paths(tmp_path):
+    PillowImage.new("RGB", (8, 8), color=(5, 0, 0)).save(tmp_path / "x.png")
+    row = {"images": [str(tmp_path / "x.png")], "problem": "<image>Find x.", "answer": 4.50}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    task = load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    assert (len(task.train_dataset), task.eval_dataset["answer"]) == (0, ["4.5"])
+    assert task.eval_dataset[0]["images"][0].getpixel((0, 0)) == (5, 0, 0)

@@ -1,15 +1,21 @@
+import inspect
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from datasets import Dataset
 
 from troll_lab.tasks import Task, TaskConfig, TaskError, load_task
 from troll_lab.tasks.loading import decontaminate
 
 
-def success(prompts, completions, **columns):
+def always(prompts, completions, **columns):
     return [1.0] * len(completions)
+
+
+always.__name__ = "success"
 
 
 def length(prompts, completions, **columns):
@@ -18,7 +24,7 @@ def length(prompts, completions, **columns):
 
 def make(name: str, *rewards: Any, train: tuple[str, ...] = (), held_out: tuple[str, ...] = ("x",)) -> Task:
     learned, evaluated = (Dataset.from_dict({"prompt": list(prompts)}) for prompts in (train, held_out))
-    task = Task(name, learned, evaluated, list(rewards or (success,)))
+    task = Task(name, learned, evaluated, list(rewards or (always,)))
     return replace(task, train_questions=train, held_out_questions=held_out)
 
 
@@ -63,3 +69,177 @@ def test_prompts_are_the_questions_of_tasks_that_name_none():
     plain, chat = (load_task(config, conversational=each) for each in (False, True))
     assert plain.train_questions == chat.train_questions == plain.train_dataset["prompt"]
     assert chat.held_out_questions == plain.eval_dataset["prompt"]
+
+
+ROWS = [{"q": f"How much is {n} + 1?", "result": {"value": n + 1}} for n in range(4)]
+FIELDS = {"dataset": "rows.jsonl", "columns": {"prompt": "q", "answer": "result.value"}, "reward": "math"}
+
+
+@pytest.fixture
+def task_file(tmp_path, write, monkeypatch):
+    """Writes a YAML task next to `rows.jsonl`, and returns its path; the tests run in another folder."""
+    write("rows.jsonl", ROWS)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+
+    def to_file(**fields):
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({name: value for name, value in (FIELDS | fields).items() if value is not None}))
+        return str(path)
+
+    return to_file
+
+
+def test_yaml_with_the_rewards_of_the_library(task_file, write):
+    options = {"answer_format": "tag", "prompt": "{question} {instruction}"}
+    path = task_file(task_options=options)
+    task = load_task(TaskConfig(path, eval_size=1), for_training=True)
+    assert task.train_dataset["answer"] == ["1", "2", "3"]
+    assert task.train_dataset[0]["prompt"].endswith(
+        "+ 1? Reason step by step, and put the final answer in <answer></answer>."
+    )
+    (success,) = task.reward_funcs
+    assert success(prompts=[""] * 2, completions=["<answer>1</answer>", "1"], answer=["1", "1"]) == [1.0, 0.0]
+    # What is given to a run goes before the file.
+    other = write("other.jsonl", [{"q": "x", "result": {"value": 9}}, {"q": "y", "result": {"value": 8}}])
+    config = TaskConfig(path, dataset_path=other, eval_size=1, task_options={"prompt": "{question}"})
+    assert load_task(config).train_dataset[:] == {"prompt": ["x"], "answer": ["9"]}
+
+
+@pytest.mark.needs_bubblewrap
+def test_yaml_with_code(task_file, write):
+    tests = [["assert f(1) == 2"], ["assert f(2) == 3"]]
+    write("code.jsonl", [{"ask": f"Write f{n}.", "tests": each} for n, each in enumerate(tests)])
+    fields = {"dataset": "code.jsonl", "columns": {"prompt": "ask", "tests": "tests"}, "reward": "code"}
+    task = load_task(TaskConfig(task_file(**fields), eval_size=1))
+    (success,) = task.reward_funcs
+    rows = task.train_dataset
+    assert rows["prompt"][0].startswith("Write f0.\n")
+    assert success(prompts=[""], completions=["def f(x): return x + 1"], tests=rows["tests"]) == [1.0]
+    streams = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+    write("code.jsonl", [{"ask": "x", "tests": streams}, {"ask": "y", "tests": '{"inputs": []}'}])
+    with pytest.raises(TaskError, match=r"row 1 \(counted from 0\) of .*code.jsonl has no tests in its field 'tests'"):
+        load_task(TaskConfig(task_file(**fields), eval_size=1))
+
+
+def test_yaml_with_a_reward_of_the_users(task_file, tmp_path):
+    (tmp_path / "rewards.py").write_text(inspect.getsource(success))
+    columns = {"prompt": "q", "target": "result.value"}
+    for reward, file in (
+        ("rewards.py:success", "rewards.py"),
+        ("tests.troll_lab.tasks.test_loading:success", "test_loading.py"),
+    ):
+        task = load_task(TaskConfig(task_file(reward=reward, columns=columns), eval_size=1))
+        assert task.train_dataset[:2] == {"prompt": [ROWS[0]["q"], ROWS[1]["q"]], "target": ["1", "2"]}
+        assert [path.name for path in task.files] == ["mine.yaml", file]
+        (success_,) = task.reward_funcs
+        assert success_(prompts=[""] * 2, completions=["1", "1"], target=["1", "2"]) == [1.0, 0.0]
+
+
+def success(prompts, completions, target, **columns):
+    return [float(text == right) for text, right in zip(completions, target, strict=True)]
+
+
+def test_yaml_with_data_held_out_elsewhere(task_file, write, tmp_path):
+    write("held-out.jsonl", [ROWS[1], ROWS[3]])
+    task = load_task(TaskConfig(task_file(eval_dataset="held-out.jsonl")))
+    assert (task.train_dataset["answer"], task.eval_dataset["answer"]) == (["1", "3"], ["2", "4"])
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:1]))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert load_task(TaskConfig(task_file(dataset="."))).train_dataset["answer"] == ["2", "3", "4"]
+
+
+def test_yaml_with_data_of_the_hub(task_file, hub):
+    hub(("owner/name", "small"), learn=ROWS[:2], exam=ROWS[2:])
+    fields = {"dataset": "owner/name", "dataset_config": "small", "train_split": "learn", "eval_split": "exam"}
+    task = load_task(TaskConfig(task_file(**fields)))
+    assert (task.train_dataset["answer"], task.eval_dataset["answer"]) == (["1", "2"], ["3", "4"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rewrad": "math"}, "unknown field 'rewrad', did you mean reward"),
+        ({"size": 3}, "unknown field 'size'; it has dataset, eval_dataset"),
+        ({"dataset": None}, "field 'dataset' is missing"),
+        ({"reward": 3}, "reward must be a text, got 3"),
+        ({"reward": "maths"}, "reward must be math, code, FILE.py:function or module:function, got 'maths'"),
+        ({"reward": "none.py:f"}, "reward: there is no file .*none.py"),
+        ({"reward": "no_module:f"}, "reward: cannot import no_module"),
+        ({"reward": "json:f"}, "reward: json has no function 'f'"),
+        ({"columns": ["q"]}, "columns must be a mapping"),
+        ({"columns": {"answer": "q"}}, "columns must name the data's columns, such as {prompt: question"),
+        (
+            {"columns": {"prompt": "q", "completions": "result"}, "reward": "json:dumps"},
+            "columns: a reward cannot get a column under the name 'completions', .* another, such as gold: result",
+        ),
+        ({"columns": {"prompt": "q", "completion": "q"}, "reward": "json:dumps"}, "under the name 'completion'"),
+        ({"columns": {"prompt": "q", "trainer_state": "q"}, "reward": "json:dumps"}, "under the name 'trainer_state'"),
+        ({"columns": {"prompt": "q"}}, "columns must name prompt and answer for this reward, got prompt"),
+        ({"columns": {"prompt": "q", "answer": "a"}}, "have no column 'a', only q, result"),
+        ({"dataset": "none.jsonl"}, "dataset: there is no .*none.jsonl, and it is not a name on the hub"),
+        ({"dataset": "owner/name", "eval_dataset": "x.jsonl"}, "eval_dataset goes with a local dataset"),
+        ({"eval_dataset": "none.jsonl"}, "eval_dataset: no such file or folder: .*none.jsonl"),
+        ({"task_options": {"level": 3}}, "has no option 'level'; it has answer_format, .*, prompt, system_prompt"),
+    ],
+)
+def test_mistakes_in_yaml_name_the_file_and_the_field(task_file, fields, message):
+    with pytest.raises(TaskError, match=message) as error:
+        load_task(TaskConfig(task_file(**fields), eval_size=1))
+    assert "\n" not in str(error.value)
+    assert any(name in str(error.value) for name in ("mine.yaml", "rows.jsonl", "none.jsonl"))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- a", ""])
+def test_load_file_names_files_that_are_no_yaml_task(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(TaskError, match=r"mine\.yaml: (not YAML|expected 'field: value' lines)"):
+        load_task(TaskConfig(str(path)))
+
+
+PYTHON = """
+from datasets import Dataset
+from troll_lab.tasks import Task
+
+def success(prompts, completions, **columns):
+    return [float(prompt == completion) for prompt, completion in zip(prompts, completions)]
+
+def load(config, argument):
+    rows = Dataset.from_dict({"prompt": [argument or "a", "b", "c"]})
+    return Task(config.task, rows.select([0, 1]), rows.select([2]), reward_funcs=[success])
+"""
+
+
+def test_python(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(PYTHON)
+    for argument, expected in (("", ["a", "b"]), (":z", ["z", "b"])):
+        task = load_task(TaskConfig(f"{path}{argument}"), for_training=True)
+        assert task.train_dataset["prompt"] == expected
+        assert task.files == [path]
+        assert task.reward_funcs[0](prompts=["a"], completions=["a"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def lod(config, argument): pass", r"must define load\(config, argument\)"),
+        ("def load(config, argument): return 3", r"must return a troll_lab.tasks.Task, got int"),
+        ("import no_such_module", r"cannot import .*broken.py: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def load(:", r"cannot import .*broken.py: SyntaxError: "),
+    ],
+)
+def test_mistakes_in_python_are_named(tmp_path, text, message):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(TaskError, match=message) as error:
+        load_task(TaskConfig(str(path)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["none.py", "none.yaml", "none.py:argument"])
+def test_a_file_that_is_not_there_is_named(name):
+    with pytest.raises(TaskError, match=f"task '{name}': there is no file none"):
+        load_task(TaskConfig(name))

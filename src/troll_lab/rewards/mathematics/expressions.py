@@ -22,7 +22,7 @@ from troll_lab.rewards.mathematics.reading import Answer, Item, read
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
 _SPACE = re.compile(r"(?<![\d.]) | (?![\d.])", re.ASCII)  # not in `10 18`
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
-# Operators that an answer leaves unevaluated.
+# Operators that an answer may leave unevaluated.
 _UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 
 # math-verify rounds to six decimals, so that 1e-8 equals 0; below this, relative differences count.
@@ -53,14 +53,14 @@ def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
 def forbid_code() -> None:
     """Bounds what sympy may evaluate as Python to numbers and names, for the rest of the process.
 
-    sympy turns strings into expressions with `eval`. math-verify passes it only the number tokens of its LaTeX lexer,
-    and this function makes sure of that.
+    sympy turns strings into expressions with `eval`. math-verify passes it only the number tokens of its LaTeX lexer;
+    this function raises PermissionError for anything else.
     """
     parse_expr = sympy_parser.parse_expr
 
     def checked(text: str, *arguments: Any, **options: Any) -> Any:
         if not _NUMBER_OR_NAME.fullmatch(text.strip()):  # math-verify passes the "50 " of `50 \%`
-            raise PermissionError("sympy was about to evaluate what is neither a number nor a name")
+            raise PermissionError("sympy was about to evaluate something other than a number or a name")
         return parse_expr(text, *arguments, **options)
 
     sympy_parser.parse_expr = checked
@@ -134,7 +134,7 @@ class _Comparison:
             return Fraction(gold.text) == Fraction(answer.text)
         if gold.variable and answer.variable and gold.variable.lower() != answer.variable.lower():
             return False
-        if answer.variable and _coordinates(gold):  # a point is no solution of 1 < x < 2
+        if answer.variable and _coordinates(gold):  # a point cannot be the solution of 1 < x < 2
             return False
         if not gold.is_percentage and not answer.is_percentage:
             return self._is_same(gold.value, answer.value)
@@ -313,7 +313,7 @@ def _united(side: Answer) -> Answer:
 
 
 def _has_pieces(value: sympy.Expr) -> bool:
-    """Whether a formula may hold for some numbers only: then more of them are tried."""
+    """Whether a formula may hold for some numbers only, so that more of them have to be tried."""
     roots = [power.base for power in value.atoms(sympy.Pow) if power.exp.is_Rational and not power.exp.is_Integer]
     return value.has(*_PIECEWISE) or any(base.has(sympy.Pow) for base in roots)
 
@@ -337,7 +337,7 @@ def _evaluated(value: sympy.Expr, digits: int) -> tuple[sympy.Expr, sympy.Expr] 
     parts = value.evalf(digits).as_real_imag()
     if not all((part.is_Float or part.is_Rational) and part.is_finite for part in parts):
         return None
-    # No digit of a difference that cancels out is right.
+    # If the terms of a difference cancel out, none of its digits is right.
     real, imaginary = (sympy.S.Zero if part.is_Float and part._prec < 10 else part for part in parts)
     return real, imaginary
 

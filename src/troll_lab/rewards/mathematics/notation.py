@@ -83,7 +83,7 @@ _INSIDE = r"[^{}]*"
 for _ in range(4):
     _INSIDE = rf"(?:[^{{}}]|\{{{_INSIDE}\}})*"
 _INFIX = re.compile(rf"\{{({_INSIDE})\\(over|choose)(?![A-Za-z])({_INSIDE})\}}")
-# A group that is no argument: at the start, or after an operator.
+# A group that is not an argument: at the start, or after an operator.
 _GROUP = re.compile(r"(?:^|(?<=[-+*/=(,<>|&])) *(\{)")
 _WHOLE = re.compile(r"\d*\.?\d+|(?<=_)[a-z]{3,}", re.ASCII)
 #: A command, a character, or an escaped one.
@@ -114,7 +114,7 @@ def canonical(text: str) -> str:
     partners = partners_of(text)
     if partners is not None:
         text = _without_groups(text, partners)
-        with contextlib.suppress(RecursionError):  # of hundreds of powers in each other, which is no answer
+        with contextlib.suppress(RecursionError):  # hundreds of nested powers, which nobody answers
             text = _with_arguments(text, 0, len(text), partners)
     return re.sub(" +", " ", text).strip()
 

@@ -1,16 +1,23 @@
-r"""math-verify's parser of LaTeX, where it misreads an answer without a word: made to read it rightly, or to refuse it.
+r"""math-verify's parser of LaTeX, corrected where it would silently misread an answer.
 
-- It adds neighbours, as in `1\frac{1}{2}`, whatever they are: `3(5)` would be 8. It multiplies `1\frac12\pi`.
+Such an answer is read correctly, or refused if it can be read in several ways:
+
+- The parser adds any neighbours, as in `1\frac{1}{2}`: `3(5)` would be 8. It multiplies `1\frac12\pi`.
 - The argument of a function without parentheses goes on after `\cdot` and `/`: `\ln 2 \cdot 3` would be `\ln 6`.
 - The exponent `T` is a transposition, which numbers ignore: `(1+r)^T` would be `1+r`.
 - `d` and the next letter are one symbol: `ad` and `da` would be different.
 - `2^{3}^{2}` is `(2^3)^2`, and in a program `2**3**2` is `2^9`.
 - The greatest common divisor of symbols is that of polynomials, 1.
+
+math-verify's parser is `_Latex2Sympy`, a private class of latex2sympy2_extended. Only this file uses it, and checks at
+import that the class has the methods that `_Parser` overrides or calls.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+from importlib.metadata import version
 from typing import Any
 
 import sympy
@@ -31,7 +38,7 @@ _FUNCTION = re.compile(
 _TIMES = re.compile(r" *(?:\\cdot|\\times|\*)(?![A-Za-z])")
 _DIVIDED = re.compile(r" */| *\\div(?![A-Za-z])")
 _PART_OF_PI = re.compile(r"[\d. ]*\\pi *", re.ASCII)
-# What ends the argument of a function, besides a product, a quotient, another function, and a closed bracket.
+# What ends the argument of a function, in addition to a product, a quotient, another function and a closing bracket.
 _END = re.compile(r" *(?:[-+=<>,;:&|]|\\(?:pm|mp|le|ge|neq|approx|in|to|cup|cap|lor|land|text|%|\\)(?![A-Za-z]))")
 
 
@@ -39,7 +46,7 @@ def parse(text: str) -> Any:
     """The expression, relation, set or the like of a text in one notation.
 
     Raises:
-        Exception: Of many types, if it cannot be read, or could be read in several ways.
+        Exception: Of many types, if it cannot be read, or can be read in several ways.
     """
     try:
         if _POWER_OF_POWER.search(text):
@@ -50,6 +57,46 @@ def parse(text: str) -> Any:
         if text.count("=") < 2:
             raise
         return parse(text.rpartition("=")[2])
+
+
+#: The methods of `_Latex2Sympy` that `_Parser` needs, and the parameters that it passes.
+_NEEDED = {
+    "__init__": ("is_real", "config"),
+    "parse": ("latex_str",),
+    "convert_postfix_list": ("arr", "i"),
+    "convert_postfix": ("postfix",),
+    "convert_exp": ("exp",),
+    "convert_atom": ("atom",),
+    "convert_binom": ("binom",),
+    "convert_expr": ("expr",),
+    "handle_gcd_lcm": ("f", "args"),
+    "create_symbol": ("text",),
+    "get_differential_var": ("d",),
+    "mat_mul_flat": ("lh", "rh"),
+    "mul_flat": ("lh", "rh"),
+}
+
+
+def check_parser(parser: type) -> None:
+    """Checks that a class has the methods of `_NEEDED`.
+
+    Raises:
+        ImportError: If it lacks some; names them.
+    """
+    signatures = {name: inspect.signature(getattr(parser, name)) for name in _NEEDED if hasattr(parser, name)}
+    lacking = [
+        f"{name}({', '.join(parameters)})"
+        for name, parameters in _NEEDED.items()
+        if name not in signatures or not signatures[name].parameters.keys() >= set(parameters)
+    ]
+    if lacking:
+        raise ImportError(
+            f"{parser.__name__} of latex2sympy2_extended {version('latex2sympy2_extended')} lacks "
+            f"{' and '.join(lacking)}: pip install latex2sympy2_extended==1.11.0"
+        )
+
+
+check_parser(_Latex2Sympy)
 
 
 class _Parser(_Latex2Sympy):
@@ -99,7 +146,7 @@ def _with_parentheses(text: str) -> str:
     `\sin x \cdot y` is a product, `\ln 2 / \ln 3` a quotient, and in `\sin\pi/6` the quotient is an angle.
 
     Raises:
-        ValueError: In another quotient, such as `\ln 2/3`, the end of the argument cannot be told.
+        ValueError: If it has another quotient, such as `\ln 2/3`, where the end of the argument is not clear.
     """
     partners = partners_of(text) or {}
     parts, done, at = list[str](), 0, 0

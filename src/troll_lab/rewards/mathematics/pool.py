@@ -22,10 +22,10 @@ from troll_lab.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
 
-# The limit is on CPU time. Wall time bounds processes that get none: stopped ones, and those of an overloaded machine.
+# The limit is on CPU time. Wall time bounds processes that get no CPU time: stopped ones, and any on a busy machine.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_FACTOR = 30.0
-# A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
+# If a process cannot be started for lack of memory or processes, it is tried again.
 _STARTING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.5
 _ATTEMPTS = 3
@@ -44,7 +44,7 @@ class Comparison(Enum):
 
     @property
     def score(self) -> float | None:
-        """1.0 for equal answers, else 0.0; None if the machine failed, which is no verdict."""
+        """1.0 for equal answers, else 0.0; None if the machine failed and there is no verdict."""
         failed = (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
         return None if self in failed else float(self is Comparison.EQUAL)
 
@@ -88,7 +88,7 @@ class _Pool:
             return self._ask(processes, questions, (cpu_seconds, positive_symbols))
         finally:
             for process in processes:
-                if process.is_busy:  # after an exception, its verdict is not read any more
+                if process.is_busy:  # after an exception nobody reads its verdict
                     process.stop()
                 self._idle.put(process)
 
@@ -213,7 +213,7 @@ class _Process:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
                 pipe.close()
-            self._process.returncode = 0  # it is no child of this process, which must not wait for it
+            self._process.returncode = 0  # not a child of this process, which must not wait for it
         self._process, self._question = None, None
 
     @property
@@ -244,15 +244,14 @@ class _Process:
         self.start_at = now if self._fails_for_long else now + _PAUSE_SECONDS
 
     def _ended(self) -> Comparison | None:
-        """Asks again if the process was killed or could not be started, which is not the answer's fault."""
+        """Asks again if the process was killed or could not be started: the answer did not cause that."""
         was_ready, question = self._is_ready, self._question
         status = self.stop()
         if was_ready and self._attempts >= _ATTEMPTS:
             return Comparison.KILLED
         if status == worker.CANNOT_IMPORT and not self._imported.is_set():
-            raise RuntimeError(
-                f"math-verify is installed but cannot be imported; {sys.executable} -c 'import math_verify' may say why"
-            )
+            command = f"{sys.executable} -c 'import {worker.EXPRESSIONS}'"
+            raise RuntimeError(f"math-verify is installed but cannot be imported; {command} says why")
         self._question = question
         if was_ready:
             self._send()

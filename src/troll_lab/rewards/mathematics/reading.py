@@ -34,7 +34,7 @@ class Item(NamedTuple):
     text: str = ""
     is_percentage: bool = False
     variable: str | None = None  # of inequalities
-    is_solved: bool = True  # unless it is a condition whose variable does not stand alone
+    is_solved: bool = True  # false for a condition that has to be solved for its variable
     may_be_a_point: bool = False  # where it is an open interval
 
 
@@ -65,7 +65,7 @@ def read(text: str) -> Answer:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts of a text between separators that are in no brackets."""
+    """The parts of a text between separators outside of brackets."""
     parts, start, depth = [], 0, 0
     for found in re.finditer(rf"(?P<separator>{separator.pattern})|{_BRACKET.pattern}", text):
         if found["separator"] is None:
@@ -96,7 +96,7 @@ def _item(text: str) -> Item:
 
 
 def _conditions(text: str) -> Item | None:
-    """The real numbers that fulfil conditions; None if these are no relations in one variable."""
+    """The real numbers that fulfil conditions; None if they are not relations in one variable."""
     for connective, combine in ((_EITHER, sympy.Union), (_BOTH, sympy.Intersection), (_COMMA, None)):
         parts = _split(text, connective)
         if len(parts) > 1:

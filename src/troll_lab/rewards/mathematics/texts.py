@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from troll_lab.rewards.mathematics.notation import canonical, partners_of
 
-#: Longer texts are not answers: the longest gold answer of the tasks' data sets has a few hundred characters.
+#: Longer texts are not compared: the longest gold answer in the tasks' data sets has a few hundred characters.
 MAX_CHARACTERS = 2000
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
@@ -27,7 +27,7 @@ _FRACTION_OF = re.compile(
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d}]) *(?:\\%|percent\b|pct\b|\\text\{ *(?:percent|pct) *\})")
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,^}])[1-9]\d{0,2}(?: \d{3})+(?! ?\d)", re.ASCII)
-# Letters that stand for a unit after a number, and words that are no product of variables.
+# Letters that stand for a unit after a number, and words that do not stand for a product of variables.
 _UNIT_LETTERS = set("mstgldhcLNJWVACFKTMSHG")
 _UNIT_WORDS = {
     "km", "cm", "mm", "nm", "ml", "mL", "kg", "mg", "gm", "lb", "lbs", "oz", "ft", "in", "yd", "mi", "mph", "kmh",
@@ -42,7 +42,7 @@ _KNOWN_WORD = re.compile(
     r"(?:hour|minute|second|day|week|month|year|meter|metre|inche|feet|foot|mile|yard|liter|litre|gallon|gram|pound|degree"
     r"|dollar|cent|euro|unit|point|student|women|apple|coin|tile|edge|acre|rupee|square|radian)s?"
 )
-# No text may match in two ways: repeated, that would take exponential time. So `{-` is named only where `-` is not.
+# A text must not match in two ways: repeating it would take exponential time. So `{-` is only where `-` is not.
 _EXACT = r"\\(?:frac|sqrt|pi|cdot|times|binom)(?![A-Za-z])|\^\{-?\d+\}|[\d.,{}/*!\[\] ]"
 _PURE = rf"[+-]?(?:{_EXACT}|\{{-|\((?:{_EXACT}|[-+])*\))*(?<=[\d.)}}!\]i])(?:\\%)?"
 _UNIT_TEXT = r"\\text\{(?:[^{}\d^,?+*]|(?<=[A-Za-z])\*(?=[A-Za-z])|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
@@ -54,7 +54,7 @@ _NAMED_UNIT = re.compile(rf"(?:\^\{{\\circ\}})?(?: *(?:(?:/|\\cdot) *)?{_UNIT_TE
 _IS_PURE = re.compile(rf"(?:[^=<>]*=)?(?:{_EXACT}|[-+()]|\\%)*")
 _TIME = re.compile(r"0?(\d{1,2}:\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.ASCII)
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
-# Letters that are variables in most mathematics; a word is seldom made of them.
+# Letters that are variables in most mathematics, and seldom make a word.
 _PRODUCT = re.compile(r"(?:[a-df-hj-np-tv-z](?:\s|\\cdot(?![a-z]))*){2,5}")
 _BETWEEN_ITEMS = re.compile(r"\s*(?:,\s*and\b|,|;|\band\b)\s*")
 _ITEM = re.compile(r"[A-Za-z]|\([A-Za-z]\)")
@@ -77,7 +77,7 @@ _ARITHMETIC = re.compile(
 def tidy(text: str) -> str:
     """Writes an answer in one notation, without signs that do not change its value."""
     text = canonical(text.strip("\u200b\ufeff").rstrip("\\ ")).rstrip("\\ ,;:").lstrip("= ")
-    text = re.sub(r"^\\approx(?![a-z]) *", "", text)  # alone, it names one value
+    text = re.sub(r"^\\approx(?![a-z]) *", "", text)  # at the start, it names one value
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     text = _STOP_IN_TEXT.sub("", text.lstrip("€£¥₹"))

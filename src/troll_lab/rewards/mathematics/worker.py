@@ -1,19 +1,20 @@
 """The process in which math-verify reads the answers of a model; `troll_lab.rewards.mathematics.pool` starts it.
 
-It runs as a file, and imports nothing of the project: `import troll` would load torch.
+It runs as a file. Of the project it imports only `expressions.py` and the files that this needs, never `troll`: torch
+would take four seconds and more memory than math-verify.
 
-The process imports math-verify and forks a child, which reads questions from standard input and writes verdicts to what
-was standard output. Before each question the child sets a timer of its CPU time, and leaves the timer's signal at its
-default action: the kernel ends the child even inside one long operation on integers, where no Python signal handler
-runs. Its parent then reports the question and forks the next child, which has nothing left to import. If a child ends
-for a reason that is not the question's, its parent ends as well, and the question is asked again.
+The process imports math-verify and forks a child, which reads questions from standard input and writes verdicts to the
+pipe that was standard output. Before each question the child sets a timer of its CPU time, and leaves the timer's
+signal at its default action: the kernel ends the child even inside one long operation on integers, where no Python
+signal handler runs. Its parent then reports the question and forks the next child, which has nothing left to import. If
+a child ends for another reason, its parent ends as well, and the question is asked again.
 """
 
 import contextlib
+import importlib
 import logging
 import mmap
 import os
-import runpy
 import signal
 import struct
 import sys
@@ -26,10 +27,11 @@ VERDICT = struct.Struct("<QB")
 DIFFERENT, EQUAL, TIME_LIMIT, FAILED = range(4)
 READY = 0  # the number of the verdict that reports that math-verify is imported
 CANNOT_IMPORT = 4  # exit status
+EXPRESSIONS = "troll_lab.rewards.mathematics.expressions"  # the module that compares two answers
 
 MEMORY_BYTES = 1 << 30
 # A child whose memory has reached this is replaced: caches of sympy and the parser must not take memory from the next
-# answer. A child that has just been forked has about 80 MiB.
+# answer. A child that has just been forked has about 60 MiB.
 _REPLACED_FROM_KILOBYTES = 256 << 10
 _NO_MORE_QUESTIONS, _TO_BE_REPLACED = 0, 3
 _IN_HAND = struct.Struct("<Q")
@@ -44,7 +46,7 @@ _FIRST_QUESTIONS = [
     (r"\cos(2x)", r"1 - 2\sin^2(x)"),
 ]
 
-# Events that no comparison causes, nor this process once it is ready.
+# Neither a comparison nor this process, once it is ready, causes these events.
 _FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.remove", "os.rename", "subprocess.", "socket.", "shutil.")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -60,16 +62,14 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     try:
-        # Imported by its path: as a module of the project it would import torch.
-        expressions = runpy.run_path(str(Path(__file__).with_name("expressions.py")))
+        expressions = importlib.import_module(EXPRESSIONS)
     except ImportError:
         sys.exit(CANNOT_IMPORT)
-    is_equal = expressions["is_equal"]
     for gold, answer in _FIRST_QUESTIONS:
-        is_equal(gold, answer)
-    expressions["forbid_code"]()
+        expressions.is_equal(gold, answer)
+    expressions.forbid_code()
     sys.addaudithook(_forbid)
-    import resource  # here, because `pool.py` imports this file also where there is none
+    import resource  # here, since `pool.py` imports this file on Windows too, which has no such module
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -78,7 +78,7 @@ def main() -> None:
     while True:
         child = os.fork()
         if child == 0:
-            _serve(is_equal, questions, verdicts, in_hand)
+            _serve(expressions.is_equal, questions, verdicts, in_hand)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (number,) = _IN_HAND.unpack(in_hand[:])
         if number and -status == signal.SIGPROF:
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _silence() -> None:
-    """Points the standard streams nowhere, so that no print can be taken for a verdict."""
+    """Points the standard streams nowhere, so that printed text cannot be mistaken for a verdict."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
@@ -122,7 +122,7 @@ def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts:
 
 def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
     if event.startswith(_FORBIDDEN) or (event == "open" and arguments[2] & _WRITING):
-        raise PermissionError(f"{event} has no place in comparing two answers")
+        raise PermissionError(f"comparing two answers must not cause {event}")
 
 
 def _read(descriptor: int, size: int) -> bytes:
@@ -141,4 +141,4 @@ def _answer(descriptor: int, number: int, verdict: int) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # a regular exit would take sympy some time, while the training run waits
+    os._exit(0)  # a regular exit takes sympy some time, for which the training run would wait

@@ -1,6 +1,10 @@
-"""Answers that math-verify's parser would misread."""
+"""Answers that math-verify's parser would misread, and the check that it still has the methods that are corrected."""
+
+import pytest
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 
 from tests.troll_lab.rewards.mathematics.kinds import accepted
+from troll_lab.rewards.mathematics.parser import _NEEDED, check_parser
 
 RIGHT = [
     (r"\sin x\cos x", r"\sin x \cdot \cos x"),
@@ -133,3 +137,17 @@ def test_right_answers_are_read() -> None:
 
 def test_wrong_answers_are_not_read_as_right_ones() -> None:
     assert accepted(WRONG) == []
+
+
+@pytest.mark.parametrize("name", _NEEDED)
+@pytest.mark.parametrize("change", ["gone", "other parameters"])
+def test_check_parser_names_a_method_that_has_changed(name: str, change: str) -> None:
+    methods = {each: getattr(_Latex2Sympy, each) for each in _NEEDED}
+    if change == "gone":
+        del methods[name]
+    else:
+        methods[name] = lambda self: None
+    if name == "__init__" and change == "gone":  # every class has one
+        methods[name] = object.__init__
+    with pytest.raises(ImportError, match=rf"lacks {name}\(.*\): pip install latex2sympy2_extended=="):
+        check_parser(type("Parser", (), methods))

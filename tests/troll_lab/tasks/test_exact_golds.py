@@ -1,4 +1,4 @@
-"""Golds that `datasets` would change: numbers too long for a float, dates, truth values."""
+"""Golds that the readers of `datasets` would change: numbers too long for a float, dates, truth values."""
 
 import datetime
 import decimal
@@ -24,6 +24,8 @@ NUMBERS = {
     "1e23": "100000000000000000000000",
     "1E-7": "1e-07",
     "1e-400": "1e-400",
+    "1e400": "1e+400",
+    "-1e999": "-1e+999",
     "27.0": "27",
     "-0.0": "0",
     "2.50": "2.5",
@@ -73,18 +75,9 @@ def test_nested_numbers_are_graded_as_the_file_has_them(tmp_path, golds, column,
 
 
 def test_numbers_of_a_list_of_rows_and_next_to_texts_are_graded_as_the_file_has_them(tmp_path, golds):
-    readable = {text: gold for text, gold in NUMBERS.items() if len(text) < 25 and not text.startswith("-1")}
-    assert golds(json_lines(tmp_path / "rows.json", "0.5", *readable, "3")) == ["0.5", *readable.values(), "3"]
-    mixed = json_lines(tmp_path / "mixed.jsonl", "0.5", '"two"', *readable)
-    assert golds(mixed) == ["0.5", "two", *readable.values()]
-
-
-@pytest.mark.parametrize("answers", [("1e400", "1"), ("1", "-1e999", "0.5")])
-def test_a_number_that_no_reader_takes_is_named(tmp_path, golds, answers):
-    path = json_lines(tmp_path / "rows.jsonl", *answers)
-    row = next(place for place, answer in enumerate(answers) if "e" in answer)
-    with pytest.raises(TaskError, match=rf"rows\.jsonl: row {row} \(counted from 0\) .* field 'answer'.*in quotes"):
-        golds(path)
+    assert golds(json_lines(tmp_path / "rows.json", "0.5", *NUMBERS, "3")) == ["0.5", *NUMBERS.values(), "3"]
+    mixed = json_lines(tmp_path / "mixed.jsonl", "0.5", '"two"', *NUMBERS)
+    assert golds(mixed) == ["0.5", "two", *NUMBERS.values()]
 
 
 def test_dates_in_quotes_are_texts_of_ones_own_reward_and_refused_in_mathematics(tmp_path, golds):
@@ -166,11 +159,6 @@ def test_integers_of_any_length_are_read(tmp_path, golds):
     assert golds(path, reward="own.py:success") == ["0.5", long]
     with pytest.raises(TaskError, match=r"row 1 .* field 'answer'"):  # longer than an answer of mathematics
         golds(path)
-
-
-def test_a_number_that_is_lost_next_to_texts_is_graded(tmp_path, golds):
-    path = json_lines(tmp_path / "rows.jsonl", '"x"', "0.1234567890123456789", "1e400")
-    assert golds(path, reward="own.py:success") == ["x", "0.1234567890123456789", "1e+400"]
 
 
 def test_tasks_check_says_the_same(tmp_path, capsys):
