@@ -72,8 +72,8 @@ def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:
 
 
 def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it() -> None:
-    mutant = Mutant("trust_region", "troll/trust_region/projection.py", 1, 0, "", "", "")
+    mutant = Mutant("troll/trust_region", "troll/trust_region/projection.py", 1, 0, "", "", "")
     mirror, rest = mutation.tests_of(mutant, PROJECT)
-    assert mirror == [str(PROJECT / "tests" / "trust_region" / "test_projection.py")]
-    assert rest[0] == str(PROJECT / "tests" / "trust_region")
+    assert mirror == [str(PROJECT / "tests" / "troll" / "trust_region" / "test_projection.py")]
+    assert rest[0] == str(PROJECT / "tests" / "troll" / "trust_region")
     assert rest[-2:] == ["--deselect", "tests/troll/trust_region/test_projection.py"]
