@@ -32,6 +32,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from trl import ModelConfig, TrlParser
 
 from troll.files import flat, json_text, write_atomically
+import troll_lab.rivals  # noqa: F401 (its surrogates must be registered before settings are read)
 from troll.settings import did_you_mean
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
