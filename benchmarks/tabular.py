@@ -20,7 +20,6 @@ from torch import Tensor
 
 import troll
 from troll.trl.surrogates import SURROGATES, ScoredTokens
-from troll.trl.surrogates.terms import Terms
 
 ACTIONS, COMPLETIONS, UPDATES, MOST = 100, 256, 8, 200
 START = (0.003, 0.01, 0.03)
@@ -95,7 +94,7 @@ def _loss(method: str, logits: Tensor, before: Tensor, sampled: Tensor, advantag
     sequence, counts = torch.arange(len(sampled)), torch.ones(rows, dtype=torch.bool)  # of one action each
     tokens = ScoredTokens(log_probs, old.log_prob, advantages, KL_BOUND, None, old, new, sequence, counts)
     surrogate = SURROGATES[method]
-    terms = surrogate.terms(tokens, _Settings(), surrogate.own()) if surrogate.terms else Terms()  # type: ignore[arg-type]
+    terms = surrogate.apply(tokens, _Settings(), surrogate.own())
     ratio = torch.exp(tokens.log_ratio if terms.log_ratio is None else terms.log_ratio)
     gain = ratio * advantages
     if surrogate.clips:

@@ -20,6 +20,7 @@ PUBLIC = (
     *("troll", "troll.diagnostics", "troll.gaussian", "troll_lab.episodic", "troll.huggingface"),
     *(
         "troll.trl",
+        "troll.trl.surrogates",
         "troll.verl",
         "troll_lab.rewards",
         "troll_lab.tasks",
@@ -48,7 +49,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def package() -> griffe.Module:
     loader = griffe.GriffeLoader(search_paths=[ROOT / "src"])
     package = loader.load("troll")
-    loader.load("troll_sandbox")
+    for other in ("troll_lab", "troll_sandbox"):
+        loader.load(other)
     assert isinstance(package, griffe.Module)
     return package
 

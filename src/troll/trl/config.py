@@ -16,8 +16,7 @@ from troll.settings import described
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.sampling import POLICY, refuse_other_distributions
-from troll.trl.surrogates import SURROGATES
-from troll.trl.surrogates.formulas import KLPenaltySettings
+from troll.trl.surrogates import SURROGATES, check_registered, settings_read
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.policy.truncation import Truncation
@@ -175,10 +174,9 @@ class TrollConfig(GRPOConfig):
             experiments: it needs generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
         surrogate: The method that keeps an update near the old policy: "troll"; "regression", TROLL's regression term
-            with the raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); "kl_penalty",
-            "dppo_tv", "dppo_kl", "drpo", "ipo", "icepop", "kpop", "trm", "m2po", "cppo", "gmpo", "cispo", "sapo" or
-            "vespo"; or "none". Fields that only other surrogates read are ignored. "cispo", "sapo", "vespo" and "gmpo"
-            set `loss_type`. See docs/surrogates.md.
+            with the raw ratio; "kl_penalty"; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip);
+            "cispo", "sapo" or "vespo", TRL's loss types; "none"; or one of your own, once it is registered. Fields that
+            only other surrogates read are ignored. See docs/surrogates.md.
         surrogate_kwargs: The surrogate's own settings as a JSON object, e.g. `{"weight": 0.3}` for "kl_penalty". See
             docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
@@ -230,7 +228,7 @@ class TrollConfig(GRPOConfig):
     resampling_rounds: int = 0
     resampling_right_share: float = 0.0
     rollout_delay: int = 0
-    surrogate: str = field(default="troll", metadata={"choices": list(SURROGATES)})
+    surrogate: str = field(default="troll", metadata={"choices": SURROGATES})
     surrogate_kwargs: dict[str, Any] | str | None = None
     kl_bound: float = 0.05
     pull: Pull = "projection"
@@ -440,7 +438,6 @@ class TrollConfig(GRPOConfig):
 
     def _check_values(self) -> None:
         choices: dict[str, Collection[str]] = {
-            "surrogate": SURROGATES,
             "pull": PULLS,
             "constraint": CONSTRAINTS,
             "constraint_reduction": REDUCTIONS,
@@ -448,6 +445,7 @@ class TrollConfig(GRPOConfig):
         }
         for name, known in choices.items():
             check_choice(name, getattr(self, name), known)
+        check_registered(self.surrogate)
         if not self.samples_as_trl:
             self._settle_sampling()
         unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].fields)
@@ -466,13 +464,7 @@ class TrollConfig(GRPOConfig):
                 "or a temperature above 0"
             )
         _ = self.critic_settings  # finds wrong ones before training
-        own = self.own_settings
-        limits = isinstance(own, KLPenaltySettings) and (own.clip is not None or own.cap is not None)
-        if limits and self.importance_sampling_level != "token":
-            raise ValueError(
-                "clip and cap of surrogate 'kl_penalty' limit the ratios of single tokens: set "
-                f"importance_sampling_level='token', got {self.importance_sampling_level!r}, or leave them out"
-            )
+        settings_read(self)  # finds wrong ones before training
 
     def _settle_sampling(self) -> None:
         """Moves what becomes part of the old policy from `generation_kwargs` to the fields, and refuses the rest."""
@@ -522,7 +514,7 @@ class TrollConfig(GRPOConfig):
     @property
     def reads_policies(self) -> bool:
         """Whether updates need distributions in addition to the sampled tokens' log-probabilities."""
-        return SURROGATES[self.surrogate].reads_policies(self.own_settings) or self.truncation is not None
+        return SURROGATES[self.surrogate].needs_policies(self.own_settings) or self.truncation is not None
 
     @property
     def samples_as_trl(self) -> bool:
@@ -537,7 +529,7 @@ class TrollConfig(GRPOConfig):
         """
         wanted = self.truncated_ratio
         if wanted is None:
-            wanted = SURROGATES[self.surrogate].reads_policies(self.own_settings)
+            wanted = SURROGATES[self.surrogate].needs_policies(self.own_settings)
         kept = Truncation(
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from troll.settings import did_you_mean
+from troll.trust_region.checks import check_choice
 
 T = TypeVar("T")
 
@@ -35,7 +36,19 @@ RANGES: dict[str, Callable[[Any], bool]] = {
 
 
 def number(default: float | None, takes: str) -> Any:
-    """A field that holds a number; with the default None, also None. `takes` is a key of `RANGES`."""
+    """A field of settings that holds a number.
+
+    Args:
+        default: The default. With None, the field also takes None.
+        takes: The range, in the words of `RANGES`, such as "finite and above 0" or "in (0, 1]".
+
+    Returns:
+        The field, for the body of a dataclass: `threshold: float = number(0.1, "finite and above 0")`.
+
+    Raises:
+        ValueError: If there is no such range.
+    """
+    check_choice("takes", takes, RANGES)
     return field(default=default, metadata={"takes": takes})
 
 

@@ -250,7 +250,7 @@ class TrollTrainer(GRPOTrainer):
             sequence=at[0],
             counts=mask[at].bool(),
         )
-        terms = self.surrogate.terms(tokens, self.args, self._own_settings) if self.surrogate.terms else Terms()
+        terms = self.surrogate.apply(tokens, self.args, self._own_settings)
 
         # The parent computes its ratio as exp(raw − old): with raw − log_ratio as the old log-probabilities it is the
         # surrogate's ratio. The parent's off-policy mask prefers the sampler's log-probabilities, so it gets the true

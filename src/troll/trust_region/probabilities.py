@@ -32,7 +32,7 @@ def floored(log_probs: Tensor, present: Tensor) -> Tensor:
 
 
 def divergence(log_ratio: Tensor, log_p: Tensor) -> Tensor:
-    """KL(q ‖ p) from `x = log q − log p`, (..., M) to (...), as `Σ p (x eˣ − expm1 x)`; absent where p = 0.
+    """KL(q ‖ p) in nats from `x = log q − log p`, (..., M) to (...), as `Σ p (x eˣ − expm1 x)`; absent where p = 0.
 
     No term is negative. The textbook form `Σ q x` cancels in float32 where q is close to p.
     """

@@ -119,7 +119,10 @@ def project(
 
 
 class CommonOutcomes(NamedTuple):
-    """Two policies on the same outcomes, floored and renormalised, each (..., M); −inf where not present."""
+    """Log-probabilities of two policies on the same M outcomes, in nats, floored and renormalised.
+
+    Each is (..., M), and −inf where an outcome is not present.
+    """
 
     new: Tensor
     """log p̃, differentiable."""

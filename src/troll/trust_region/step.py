@@ -159,7 +159,10 @@ def pull_to_projection(outcomes: CommonOutcomes, found: TokenProjection) -> Tens
 
 
 def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
-    """KL(p ‖ p̃), (...), differentiable in p̃: the gradient with respect to the logits is `p̃ − p`, at every token."""
+    """KL(p ‖ p̃) of common outcomes in nats, (...), differentiable in p̃.
+
+    The gradient with respect to the logits is `p̃ − p`, at every token.
+    """
     # An old policy of NaN, for example at padding, gives NaN without gradient: 0 times NaN would reach all weights.
     known = ~outcomes.old.isnan().any(-1)
     apart = torch.where(outcomes.present & known.unsqueeze(-1), outcomes.old - outcomes.new, 0.0)
@@ -168,6 +171,13 @@ def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
 
 def common_outcomes(new: PolicyOnSupport, old: SparsePolicy) -> CommonOutcomes:
     """Both policies' floored log-probabilities on the same K + 1 outcomes, the tail last, and which are present.
+
+    Args:
+        new: The new policy at the tokens of `old`, differentiable.
+        old: The old policy. If it is truncated, the tail is absent.
+
+    Returns:
+        The log-probabilities `new` and `old` in nats, and `present`, each (..., K + 1).
 
     Raises:
         ValueError: If `new` was not read at the tokens of `old`.

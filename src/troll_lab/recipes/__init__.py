@@ -1,9 +1,10 @@
 """Recipes: YAML files with every setting of a run, found by name or by path.
 
 A recipe has fields of `troll_lab.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`; other fields have
-their defaults. It may have two more keys: `extends: RECIPE` (a name, or a path relative to the file) adds the fields of
-another recipe that the file does not set, and `grid: {field: [values]}` makes it an ablation for `troll compare`. To
-add a recipe, add a file to this folder.
+their defaults. It may have three more keys: `extends: RECIPE` (a name, or a path relative to the file) adds the fields
+of another recipe that the file does not set; `grid: {field: [values]}` makes it an ablation for `troll compare`; and
+`plugins: [FILE.py, module]` (files relative to the recipe) are imported before settings are read, and register
+surrogates of the user, for example. To add a recipe, add a file to this folder.
 
 A setting in a field with a dictionary is `field.name` on the command line and in a grid, such as
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
@@ -31,10 +32,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trl import ModelConfig, TrlParser
 
+import troll_lab.rivals  # noqa: F401 (its surrogates must be registered before settings are read)
 from troll.files import flat, json_text, write_atomically
 from troll.settings import did_you_mean
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
+from troll_lab import plugins
 from troll_lab.evaluation.vllm import vllm_is_usable
 from troll_lab.tasks import TaskConfig
 from troll_lab.tasks.registry import json_object
@@ -44,7 +47,9 @@ from troll_lab.values import NEGATIVE, number, read_value, read_yaml, whole_numb
 FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
 _FIELDS: dict[str, Field[Any]] = {field.name: field for config in CONFIGS for field in fields(config) if field.init}
-FIELDS = frozenset(_FIELDS)
+#: The key of the files and modules that are imported before settings are read.
+PLUGINS = "plugins"
+FIELDS = frozenset(_FIELDS) | {PLUGINS}
 
 
 def _takes(kind: type, hint: Any) -> bool:
@@ -56,7 +61,7 @@ def _takes(kind: type, hint: Any) -> bool:
 
 _HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items() if name in FIELDS}
 #: Fields whose value is a list, so that several values on the command line are not an axis of a grid.
-LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
+LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint)) | {PLUGINS}
 #: Fields with a dictionary, whose settings are named `field.name`.
 DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
 
@@ -170,6 +175,10 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     for name in (*own, *axes):
         if name not in FIELDS and not (name in axes and _field_of(str(name)) in DICTIONARIES):
             raise RecipeError(f"{path}: unknown field {name!r}{did_you_mean(str(name), FIELDS)}")
+    if PLUGINS in axes:
+        raise RecipeError(f"{path}: grid: plugins are imported before settings are read, and cannot vary")
+    if PLUGINS in own:
+        own[PLUGINS] = _resolved(own[PLUGINS], path.parent, f"{path}: plugins")
     for name, value in own.items():
         if isinstance(value, list) and name not in LISTS:
             raise RecipeError(
@@ -206,6 +215,36 @@ def _extended(path: Path, name: object) -> Path:
         raise RecipeError(f"{path}: extends: {error}") from error
 
 
+def _resolved(names: Any, folder: Path, label: str) -> list[str]:
+    try:
+        return plugins.resolved(names, folder)
+    except UsageError as error:
+        raise RecipeError(f"{label}: {error}") from error
+
+
+def load_plugins(path: Path, of_recipe: Sequence[str], given: Sequence[str] | None) -> list[str]:
+    """Imports the plugins of a recipe, or those that a command gives in their place.
+
+    Args:
+        path: The recipe's file, for errors.
+        of_recipe: Its `plugins`, from `read`.
+        given: Those of the command, relative to the current folder; None if it gives none.
+
+    Returns:
+        The plugins, as a run's settings name them.
+
+    Raises:
+        RecipeError: If one cannot be imported, or registers nothing.
+    """
+    label = f"{path}: plugins" if given is None else "--plugins"
+    names = list(of_recipe) if given is None else _resolved(list(given), Path(), label)
+    try:
+        plugins.load(names)
+    except UsageError as error:
+        raise RecipeError(f"{label}: {error}") from error
+    return names
+
+
 def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = None) -> Recipe:
     """Reads a recipe and applies `--field value` pairs on top.
 
@@ -223,6 +262,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     """
     path = find(name_or_path)
     settings, grid = _read(path, ())
+    overrides, given_plugins = _without_plugins(overrides)
+    loaded = load_plugins(path, settings.pop(PLUGINS, []), given_plugins)
     arguments, values_given, inner = _split(overrides)
     given = set(values_given)
     settings = _without_replaced(settings, given)
@@ -247,6 +288,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     if unknown:
         field = unknown[0].removeprefix("--").split("=")[0]
         raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
+
+    plugin = plugins.plugin_of(training.surrogate)
+    if plugin is not None and plugin not in loaded:  # of another recipe, and the run's own process will not know it
+        raise RecipeError(f"{path}: surrogate {training.surrogate!r} is of {plugin}: name that in `plugins`")
 
     # A grid over the own settings of another surrogate is not open: this surrogate does not read them.
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
@@ -276,6 +321,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     # The checkpoint that a run was resumed from is not one of its settings.
     names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
     resolved = {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
+    if loaded:
+        resolved[PLUGINS] = loaded
     return Recipe(name_or_path, name_of(path), resolved, task, training, model, note)
 
 
@@ -345,6 +392,23 @@ def _drop_foreign_kwargs(settings: dict[str, Any], surrogate: object) -> None:
     """Leaves out the own settings of the surrogate below, if another one takes its place."""
     if settings.get("surrogate", TrollConfig.surrogate) != surrogate:
         settings.pop(_SURROGATE_KWARGS, None)
+
+
+def _without_plugins(overrides: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Takes `--plugins NAME NAME` out of the words of a command; the names are None if it is not there."""
+    rest, names, inside = list[str](), None, False
+    for word in overrides:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            inside = name == PLUGINS
+            if inside:
+                names = [value] if equals else []
+                continue
+        if inside and names is not None:
+            names.append(word)
+        else:
+            rest.append(word)
+    return rest, names
 
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], dict[str, Any]]:

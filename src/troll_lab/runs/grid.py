@@ -147,6 +147,8 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
 def _points(recipe_name: str, axes: Axes) -> Iterator[tuple[Assignment, list[str]]]:
     """The assignments of a recipe's runs, each with the parts of its name."""
     fields, grid = recipes.read(recipe_name)
+    # Which surrogates there are decides which runs there are.
+    recipes.load_plugins(recipes.find(recipe_name), fields.get(recipes.PLUGINS, []), axes.get(recipes.PLUGINS))
     own_axes = {name: [recipes.as_argument(value) for value in values] for name, values in grid.items()}
     given_values: dict[str, Sequence[str]] = own_axes | dict(axes)
     # A name begins with the surrogate and ends with the seed, in any order of the command.

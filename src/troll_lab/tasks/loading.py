@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,8 @@ from troll_lab.tasks.registry import (
     spaced_once,
 )
 from troll_lab.tasks.rows import Column, Row, Source
-from troll_lab.terminal import one_line
+from troll_lab.terminal import UsageError, one_line
+from troll_lab.user_files import import_file
 from troll_lab.values import read_yaml
 
 # The fields of a YAML file, and their types.
@@ -312,18 +312,7 @@ def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Ca
 
 
 def _import(path: Path) -> ModuleType:
-    """Imports a file once, under a name that no installed module has."""
-    name = f"troll_task:{path.resolve()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"cannot import {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file can raise anything
-        del sys.modules[name]
-        raise TaskError(f"cannot import {path}: {type(error).__name__}: {one_line(error)}") from error
-    return module
+        return import_file(path)
+    except UsageError as error:
+        raise TaskError(str(error)) from error

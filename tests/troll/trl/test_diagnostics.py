@@ -156,7 +156,7 @@ ALL_MASKED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"surrogate": name} for name in ("troll", "kl_penalty", "dppo_tv", "gmpo", "clip", "none")),
+        *({"surrogate": name} for name in ("troll", "kl_penalty", "clip", "none")),
         *({"advantage_estimator": name} for name in ESTIMATORS),
         {"advantage_estimator": "gae", "critic_kwargs": {"warmup_steps": 1}},
         {"constraint": "sequence"},

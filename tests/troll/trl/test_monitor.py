@@ -75,7 +75,7 @@ def test_watch_says_nothing_once_a_token_was_projected(tmp_path, projected):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"surrogate": name} for name in ("clip", "none", "kl_penalty", "cispo", "icepop")),
+        *({"surrogate": name} for name in ("clip", "none", "kl_penalty", "cispo")),
         {"pull": "proximal"},  # which acts on every token
         {"surrogate": "regression", "pull": "proximal", "kl_bound": float("inf")},
     ],

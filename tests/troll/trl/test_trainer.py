@@ -340,10 +340,7 @@ class Poison(TrainerCallback):
     [
         ({"callbacks": [Poison()]}, 2, r"the logits of \d+ tokens are"),
         # Where no distributions are read, it is found in the loss.
-        *(
-            ({"callbacks": [Poison()], "surrogate": name}, 2, "the loss is")
-            for name in ("clip", "none", "drpo", "cispo")
-        ),
+        *(({"callbacks": [Poison()], "surrogate": name}, 2, "the loss is") for name in ("clip", "none", "cispo")),
         # The weight is infinite in float32.
         ({"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 1e39}}, 1, "the loss is"),
         ({"regression_weight": 1e39}, 1, "the loss is"),
@@ -411,10 +408,7 @@ def test_another_configuration_class_is_refused(make, tmp_path):
         {"epsilon": 0.1},
         {"epsilon_high": 0.3},
         {"beta": 0.1},
-        *(
-            {"surrogate": name}
-            for name in ("regression", "kl_penalty", "none", "dppo_tv", "drpo", "ipo", "icepop", "gmpo")
-        ),
+        *({"surrogate": name} for name in ("regression", "kl_penalty", "none")),
     ],
     ids=str,
 )

@@ -166,7 +166,7 @@ def test_differences_know_what_a_left_out_field_means() -> None:
         ("quickstart", ["--learning_rate.weight", "1"], "unknown argument '--learning_rate.weight'"),
         (
             "quickstart",
-            ["--surrogate=kl_penalty", '--surrogate_kwargs={"cap": 2}', "--surrogate_kwargs.weight=1"],
+            ["--surrogate=kl_penalty", '--surrogate_kwargs={"weight": 2}', "--surrogate_kwargs.weight=1"],
             "--surrogate_kwargs and --surrogate_kwargs.weight set the same dictionary",
         ),
     ],
@@ -276,7 +276,7 @@ def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
 
 def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Path) -> None:
     penalty, clip, grid = (tmp_path / f"{name}.yaml" for name in ("penalty", "clip", "grid"))
-    penalty.write_text("extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {weight: 0.3, cap: 5}\n")
+    penalty.write_text("extends: quickstart\nsurrogate: bounded_kl_penalty\nsurrogate_kwargs: {weight: 0.3, cap: 5}\n")
     clip.write_text("extends: penalty.yaml\nsurrogate: clip\n")
     grid.write_text(
         "extends: quickstart\ngrid: {surrogate: [troll, kl_penalty], surrogate_kwargs.weight: [0.1, 0.3]}\n"
@@ -324,7 +324,7 @@ max_steps: 1e2
 eval_size: 1e1
 reward_weights: [1e-1, +5e-1, 1]
 generation_kwargs: {top_p: 9e-1}
-surrogate: kl_penalty
+surrogate: bounded_kl_penalty
 surrogate_kwargs: {weight: 1e-3, cap: .5e+1}
 eval_strategy: no
 """
@@ -334,7 +334,7 @@ def test_numbers_are_those_of_yaml_1_2_wherever_they_are(tmp_path: Path) -> None
     path = tmp_path / "numbers.yaml"
     path.write_text(NUMBERS)
     by_line = ["--learning_rate", "+1e-5", "--kl_bound=.5", "--max_steps", "1e2", "--reward_weights", "1e-1", ".5", "1"]
-    by_line += ["--generation_kwargs", "{top_p: 9e-1}", "--surrogate", "kl_penalty", "--eval_strategy", "no"]
+    by_line += ["--generation_kwargs", "{top_p: 9e-1}", "--surrogate", "bounded_kl_penalty", "--eval_strategy", "no"]
     by_line += ["--surrogate_kwargs.weight", "+1e-3", "--surrogate_kwargs.cap", ".5e+1", "--eval_size", "1e1"]
     for name, line in ((str(path), []), ("quickstart", by_line)):
         training = recipes.load(name, line).training
@@ -360,8 +360,9 @@ def test_a_dictionary_may_be_written_in_one_word(tmp_path: Path, text: str) -> N
     for name, line in ((str(tmp_path / "word.yaml"), []), ("quickstart", ["--surrogate_kwargs", text.strip("'")])):
         training = recipes.load(name, ["--surrogate", "kl_penalty", *line]).training
         assert training.own_settings.weight == 1e-3
-    more = recipes.load(str(tmp_path / "word.yaml"), ["--surrogate_kwargs.cap", "2"]).training.own_settings
-    assert (more.weight, more.cap) == (1e-3, 2)
+    more = ["--surrogate_kwargs.direction", "new_old"]
+    own = recipes.load(str(tmp_path / "word.yaml"), more).training.own_settings
+    assert (own.weight, own.direction) == (1e-3, "new_old")
 
 
 def test_values_of_a_grid_are_numbers_of_yaml_1_2(tmp_path: Path) -> None:

@@ -1,19 +1,44 @@
 """Surrogates: the methods that keep an update near the old policy, TROLL's projection among them.
 
-To add one, write a function from `ScoredTokens` to `Terms`, and a class for its settings if it has any, and register
-both in `SURROGATES`.
+A surrogate is a function from `ScoredTokens` to `Terms`, and a dataclass of its settings if it has any. To add one of
+your own, register both under a name; docs/surrogates.md has a complete file.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from troll.trl.surrogates import formulas, masks
+from trl import GRPOConfig
+
+from troll.settings import did_you_mean
+from troll.trl.own_settings import number
+from troll.trl.surrogates.formulas import KLPenaltySettings, kl_penalty, regression, troll
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
+from troll.trust_region.probabilities import divergence, floored
+from troll.trust_region.projection import CommonOutcomes
+from troll.trust_region.step import common_outcomes, pull_to_old
 
-__all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
+__all__ = [
+    "CommonOutcomes",
+    "KLPenaltySettings",
+    "NoSettings",
+    "ScoredTokens",
+    "Surrogate",
+    "Terms",
+    "common_outcomes",
+    "divergence",
+    "floored",
+    "kl_penalty",
+    "number",
+    "pull_to_old",
+    "register_surrogate",
+    "regression",
+    "troll",
+]
 
-_OUTCOMES = ("support_top_k", "mass_threshold")
 _TROLL_SETTINGS = (
     "kl_bound",
     "pull",
@@ -24,32 +49,12 @@ _TROLL_SETTINGS = (
     "constraint_reduction",
 )
 
-
-def _always(own: Any) -> bool:
-    return True
-
-
-def _on_top_k(own: masks.DPPOTVSettings | masks.DPPOKLSettings) -> bool:
-    return own.outcomes == "top_k"
-
-
+#: The registered surrogates by name.
 SURROGATES: dict[str, Surrogate] = {
-    "troll": Surrogate(formulas.troll, fields=_TROLL_SETTINGS, projects=True, reads_policies=_always),
-    "regression": Surrogate(formulas.regression, fields=_TROLL_SETTINGS, projects=True, reads_policies=_always),
-    "kl_penalty": Surrogate(formulas.kl_penalty, formulas.KLPenaltySettings, _OUTCOMES, reads_policies=_always),
+    "troll": Surrogate(troll, fields=_TROLL_SETTINGS, projects=True, reads_policies=True),
+    "regression": Surrogate(regression, fields=_TROLL_SETTINGS, projects=True, reads_policies=True),
+    "kl_penalty": Surrogate(kl_penalty, KLPenaltySettings, ("support_top_k", "mass_threshold"), reads_policies=True),
     "clip": Surrogate(fields=("epsilon", "epsilon_high", "delta"), clips=True),
-    "dppo_tv": Surrogate(masks.dppo_tv, masks.DPPOTVSettings, _OUTCOMES, reads_policies=_on_top_k),
-    "dppo_kl": Surrogate(masks.dppo_kl, masks.DPPOKLSettings, _OUTCOMES, reads_policies=_on_top_k),
-    "drpo": Surrogate(formulas.drpo, formulas.DRPOSettings),
-    "ipo": Surrogate(masks.ipo, masks.IPOSettings),
-    "icepop": Surrogate(masks.icepop, masks.IcePopSettings),
-    "kpop": Surrogate(masks.kpop, masks.KPopSettings),
-    "trm": Surrogate(masks.trm, masks.TRMSettings),
-    "m2po": Surrogate(masks.m2po, masks.M2POSettings),
-    "cppo": Surrogate(masks.cppo, masks.CPPOSettings),
-    "gmpo": Surrogate(
-        formulas.gmpo, formulas.GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}
-    ),
     "cispo": Surrogate(fields=("epsilon_high",), sets={"loss_type": "cispo"}),
     "sapo": Surrogate(fields=("sapo_temperature_pos", "sapo_temperature_neg"), sets={"loss_type": "sapo"}),
     "vespo": Surrogate(
@@ -59,8 +64,93 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 
+def register_surrogate(name: str, surrogate: Surrogate) -> None:
+    """Registers a surrogate under a name, which `TrollConfig.surrogate` takes from then on.
+
+    The same function may be registered again, for example by a module that is reloaded or a cell of a notebook that
+    runs again: its last registration counts.
+
+    Args:
+        name: The name, of letters, digits and `_`.
+        surrogate: The surrogate.
+
+    Raises:
+        ValueError: If another surrogate has the name, or a part of the surrogate is not what it must be.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"name must consist of letters, digits and _, and begin with a letter or _, got {name!r}")
+    earlier = SURROGATES.get(name)
+    if earlier is not None and earlier != surrogate and not _same_function(earlier.terms, surrogate.terms):
+        raise ValueError(
+            f"surrogate {name!r} is registered already, as {_described(earlier.terms)}: choose another name for "
+            f"{_described(surrogate.terms)}"
+        )
+    _check(name, surrogate)
+    SURROGATES[name] = surrogate
+
+
+def _same_function(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
+    """Whether two functions are one function of a file, which may have been loaded twice.
+
+    A lambda, or a function within another, has no name that distinguishes it from others there.
+    """
+    if one is None or other is None:
+        return False
+    if "<" in _qualified(one):
+        return one is other
+    return (_file(one), _qualified(one)) == (_file(other), _qualified(other))
+
+
+def _qualified(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", "<no name>")
+
+
+def _file(function: Callable[..., Any]) -> str:
+    """The file of a function's module, or its name in a notebook: a file may be loaded under two names."""
+    return getattr(sys.modules.get(function.__module__), "__file__", None) or function.__module__
+
+
+def _described(function: Callable[..., Any] | None) -> str:
+    return "TRL's own loss" if function is None else f"{_qualified(function)} of {_file(function)}"
+
+
+def _check(name: str, surrogate: Surrogate) -> None:
+    """Raises ValueError unless the parts of a surrogate are what they must be."""
+    if surrogate.terms is not None and not callable(surrogate.terms):
+        raise ValueError(f"terms of surrogate {name!r} must be a function or None, got {surrogate.terms!r}")
+    own = surrogate.own
+    if not (isinstance(own, type) and dataclasses.is_dataclass(own)):
+        raise ValueError(f"own of surrogate {name!r} must be a dataclass, got {own!r}")
+    for field in dataclasses.fields(own):
+        if field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"own of surrogate {name!r} must have a default for each field, and {field.name} has none")
+    if isinstance(surrogate.fields, str):
+        raise ValueError(f"fields of surrogate {name!r} must be a tuple of names, got {surrogate.fields!r}")
+    for field_name in surrogate.sets:
+        if field_name not in GRPOConfig.__dataclass_fields__:
+            hint = did_you_mean(field_name, GRPOConfig.__dataclass_fields__)
+            raise ValueError(f"sets of surrogate {name!r} must name fields of GRPOConfig, got {field_name!r}{hint}")
+
+
+def check_registered(name: str) -> None:
+    """Raises ValueError unless a surrogate of this name is registered."""
+    if name not in SURROGATES:
+        raise ValueError(
+            f"surrogate must be one of {', '.join(SURROGATES)}, got {name!r}: another one is known once the file that "
+            "registers it is imported, such as troll_lab.rivals, or in a recipe a file of `plugins`"
+        )
+
+
 def settings_read(args: Any) -> dict[str, Any]:
-    """The values of `Surrogate.reads` in a `TrollConfig`, by name."""
+    """The values of `Surrogate.reads` in a `TrollConfig`, by name.
+
+    Raises:
+        ValueError: If the surrogate reads a field that a `TrollConfig` does not have.
+    """
     surrogate = SURROGATES[args.surrogate]
+    for name in surrogate.fields:
+        if not hasattr(args, name):
+            hint = did_you_mean(name, type(args).__dataclass_fields__)
+            raise ValueError(f"fields of surrogate {args.surrogate!r} must be settings, got {name!r}{hint}")
     own = {f"surrogate_kwargs.{name}": value for name, value in vars(args.own_settings).items()}
     return {name: getattr(args, name) for name in surrogate.fields} | own
