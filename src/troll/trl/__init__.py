@@ -9,7 +9,8 @@ except ModuleNotFoundError as error:
 
 import troll.trl.seam  # noqa: F401 (first of ours: it says what is wrong with TRL)
 from troll.trl.config import TrollConfig
+from troll.trl.estimators import Estimator, register_estimator
 from troll.trl.generation import complete
 from troll.trl.trainer import TrollTrainer
 
-__all__ = ["TrollConfig", "TrollTrainer", "complete"]
+__all__ = ["Estimator", "TrollConfig", "TrollTrainer", "complete", "register_estimator"]
