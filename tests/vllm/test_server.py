@@ -15,8 +15,8 @@ import pytest
 
 from tests.tolerance import within
 from tests.troll.trl import tiny
-from tests.troll.trl.test_resampling import SETTINGS, dataset, reward
 from tests.troll.trl.tiny import logged
+from tests.troll_lab.trl.test_resampling import SETTINGS, dataset, reward
 from tests.vllm.test_engine import FLOAT32_ERROR, save
 
 if find_spec("vllm") is not None:

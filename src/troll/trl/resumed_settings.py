@@ -55,9 +55,16 @@ _MAY_CHANGE_PREFIXES = (
     "vllm_server_",
 )
 
-#: The settings that are part of an optimizer's state, which a resumed run takes from its checkpoint; also those of the
-#: critic, which are named `critic_kwargs.learning_rate`.
-_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+#: The settings that are part of an optimizer's state, which a resumed run takes from its checkpoint. The critic's
+#: optimizer gets its rate from the settings.
+_OPTIMIZER = {
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "critic_kwargs.weight_decay",
+}
 
 
 def may_change(name: str) -> bool:
@@ -81,7 +88,7 @@ def changed_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> str |
     if not names:
         return None
     changes = [f"{name} was {json.dumps(there.get(name))} and is {json.dumps(here.get(name))}" for name in names]
-    kept = [name for name in names if name.rpartition(".")[-1] in _OPTIMIZER]
+    kept = [name for name in names if name in _OPTIMIZER]
     stays = f". The optimizer keeps the {' and the '.join(kept)} of the checkpoint" if kept else ""
     return ", ".join(changes) + stays
 

@@ -91,16 +91,6 @@ class LabConfig(TrollConfig):
     rollout_delay: int = 0
     eval_temperature: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resampling_rounds:
-            self._check_resampling()
-        elif self.resampling_right_share:
-            raise ValueError(
-                f"resampling_right_share={self.resampling_right_share} is of groups that resampling would replace: set "
-                "resampling_rounds above 0, or leave it out"
-            )
-
     def _check_estimator(self) -> None:
         check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
 
@@ -117,6 +107,16 @@ class LabConfig(TrollConfig):
                 "or a temperature above 0"
             )
         _ = self.critic_settings  # finds wrong ones before training
+
+    def _check_reward(self) -> None:
+        super()._check_reward()
+        if self.resampling_rounds:
+            self._check_resampling()
+        elif self.resampling_right_share:
+            raise ValueError(
+                f"resampling_right_share={self.resampling_right_share} is of groups that resampling would replace: set "
+                "resampling_rounds above 0, or leave it out"
+            )
 
     def _check_resampling(self) -> None:
         """Refuses resampling for estimators that learn from equal rewards, and with an engine's reports."""

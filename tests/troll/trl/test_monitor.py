@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.troll.trl import tiny
+from tests.troll.trl.resuming import forget
 from troll.trl import TrollConfig, TrollTrainer, monitor
-from troll.trl.callback import WATCH_STATE
 from troll.trl.monitor import Watch
 
 IDLE = "TROLL has had no effect so far"
@@ -169,8 +169,7 @@ def test_resumed_training_goes_on_counting_and_does_not_repeat_a_warning(make, m
             trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / f"checkpoint-{checkpoint}"))
         counts.append(sum(words in str(warning.message) for warning in caught))
     assert counts == [1, 1, 0]
-    (tmp_path / "checkpoint-8" / WATCH_STATE).unlink()  # of a run that had none
-    (tmp_path / "checkpoint-8" / "checkpoint.json").unlink()
+    forget(tmp_path / "checkpoint-8")
     with pytest.warns(UserWarning, match=MANY) if words == MANY else tiny.no_warnings_about(IDLE):
         make(TrollTrainer, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 

@@ -11,9 +11,9 @@ from tests.troll.trl import tiny
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from tests.troll.trl.test_ungraded import SETTINGS as UNGRADED
 from tests.troll.trl.test_ungraded import Sometimes, stuck
-from troll.trl.advantages.estimators import ESTIMATORS
-from troll.trl.advantages.token_rewards import Judged, ask, needed, speaking, worths_of
-from troll.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
+from troll.trl.estimators import ESTIMATORS
+from troll_lab.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
+from troll_lab.trl.token_rewards import Judged, ask, needed, speaking, worths_of
 
 NAN = math.nan
 
