@@ -20,6 +20,7 @@ PUBLIC = (
     *("troll", "troll.diagnostics", "troll.gaussian", "troll_lab.episodic", "troll.huggingface"),
     *(
         "troll.trl",
+        "troll_lab.trl",
         "troll.verl",
         "troll_lab.rewards",
         "troll_lab.tasks",

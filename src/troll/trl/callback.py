@@ -59,7 +59,7 @@ class TrollCallback(TrainerCallback):
         self._rollouts, self._moved = self._rollouts_done(), self._passes_since_sampling() > 0
         self._settings = settings(trainer.args)
         # Of the checkpoint that transformers has read; a new run, and a checkpoint of another trainer, have none.
-        resumed: Any = (state.stateful_callbacks or {}).get(STATE)
+        resumed = _states(state).get(STATE)
         seam.skip_epochs(train_dataloader, int(state.epoch or 0))
         if resumed is None:
             return
@@ -89,8 +89,7 @@ class TrollCallback(TrainerCallback):
         monitor.end_update(self._used_bound, moved=self._moved and not self.policy_stays, last=last)
         self._moved = self._passes_since_sampling() > 0
         self._log(state, control)
-        assert state.stateful_callbacks is not None
-        state.stateful_callbacks[STATE] = {"settings": self._settings, "watch": monitor.watch.state_dict()}
+        _states(state)[STATE] = {"settings": self._settings, "watch": monitor.watch.state_dict()}
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs the metrics if transformers logs once per epoch, or if training ends early."""
@@ -120,6 +119,12 @@ class TrollCallback(TrainerCallback):
     def _rollouts_done(self) -> int:
         """The number of rollouts that have had all their updates."""
         return seam.micro_batches_done(self._trainer) // self._trainer.args.rollout_steps
+
+
+def _states(state: TrainerState) -> dict[str, Any]:
+    """The states of callbacks by name, which transformers keeps in checkpoints; it declares them as a list."""
+    states: Any = state.stateful_callbacks
+    return states
 
 
 def logs_now(control: TrainerControl) -> bool:

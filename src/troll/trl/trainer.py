@@ -225,7 +225,7 @@ class TrollTrainer(GRPOTrainer):
             kl = self.of_samples(token_kl.sum(-1))
             rewards = rewards - self.args.beta * kl
             seam.add_metrics(self, {"kl": float(kl.sum() / token_counts.sum().clamp(min=1))})
-        advantages = estimator.of_sequences(rewards, self.args.num_generations, token_counts)
+        advantages = estimator.of_sequences(rewards, self.num_generations, token_counts)
         seam.replace_logged_advantages(self, advantages)
         return rolled_out | {"advantages": self.of_rows(advantages)}
 

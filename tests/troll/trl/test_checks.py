@@ -432,3 +432,19 @@ def test_an_evaluation_of_nothing_is_refused_before_training_and_where_it_is_ask
 def test_a_whole_batch_is_evaluated_where_the_last_one_is_dropped(make):
     trainer = make(eval_dataset=tiny.make_dataset(4), **DROPS)
     assert trainer.evaluate()["eval_completions/mean_length"] > 0
+
+
+class OfTokens:
+    """A reward of single tokens."""
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [0.0] * len(completion_ids)
+
+    def of_tokens(self, completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+        return [[0.0] * len(ids) for ids in completion_ids]
+
+
+def test_rewards_of_tokens_are_refused_with_the_trainer_that_takes_them(make):
+    with pytest.raises(ValueError, match=r"'OfTokens' has of_tokens, which .* to 0, or .* LabTrainer of troll_lab\.trl"):
+        make(reward_funcs=OfTokens())
+    make(reward_funcs=[tiny.reward, OfTokens()], reward_weights=[1.0, 0.0])

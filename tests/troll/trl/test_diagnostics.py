@@ -184,7 +184,7 @@ def test_no_metric_is_nan_where_nothing_is_judged(make):
 
 
 def assert_no_nan_where_nothing_is_judged(make: tiny.Maker, **settings: Any) -> None:
-    nothing = {"reward_funcs": lambda completions, **_: [None] * len(completions)}
+    nothing: dict[str, Any] = {"reward_funcs": lambda completions, **_: [None] * len(completions)}
     trainer = make(diagnostics_steps=1, **nothing, **settings)
     trainer.train()
     found = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]

@@ -205,7 +205,7 @@ def assert_moves_where_judged(make: tiny.Maker, judged: list[bool], moved: list[
         parts |= trainer.optimizer.state_dict()["state"]
         return {f"{part} {name}": value.clone() for part, entry in parts.items() for name, value in entry.items()}
 
-    steps = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
+    steps: dict[str, Any] = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
     trainer = make(reward_funcs=[InTurn(*judged)], callbacks=[Keep()], **steps, **settings)
     trainer.create_optimizer()
     weights.append(state())

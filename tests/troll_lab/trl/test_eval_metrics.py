@@ -9,7 +9,7 @@ import torch
 
 from tests.troll.trl import tiny
 from troll.grading import Grader, Verdict
-from troll.trl import seam
+from troll_lab.trl import seam
 from troll_lab.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperature
 
 REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
