@@ -92,11 +92,16 @@ def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
         raise ValueError(problem)
 
 
-def refuse_few_rows(trainer: Any) -> None:
-    """Raises ValueError if a training, or the evaluations within it, would end without a single batch."""
-    args = trainer.args
+def refuse_few_prompts(trainer: Any) -> None:
+    """Raises ValueError if the training set does not fill a rollout."""
     if seam.rows_of_an_epoch(trainer) == 0:
         raise ValueError(_few_prompts(trainer, f"the training set has {len(trainer.train_dataset)}"))
+
+
+def refuse_few_rows(trainer: Any) -> None:
+    """Raises ValueError if a training, or the evaluations within it, would end without a single batch."""
+    refuse_few_prompts(trainer)
+    args = trainer.args
     if args.eval_strategy != "no" or args.eval_on_start:
         evaluated = trainer.eval_dataset
         for name, data in evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]:

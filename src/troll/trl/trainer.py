@@ -52,9 +52,9 @@ class TrollTrainer(GRPOTrainer):
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`, or has settings of another trainer.
-        ValueError: Under tensor, context or sequence parallelism. In training, before the first step, if the training
-            set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate; or if the sampler's
-            settings were changed since the trainer was made.
+        ValueError: Under tensor, context or sequence parallelism; or if the training set has fewer prompts than a
+            rollout takes (with `max_steps`, before the first step). In training, before the first step, if an
+            evaluation has nothing to evaluate, or the sampler's settings were changed since the trainer was made.
         FloatingPointError: In training, if logits or the loss are NaN or infinite, before the optimiser sees them.
         RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step.
         NothingJudgedError: In training, if a grader could judge nothing in three rollouts in a row.
@@ -111,6 +111,8 @@ class TrollTrainer(GRPOTrainer):
                 positions_from_mask(unwrapped(scored))
         seam.name_experts(self)
         checks.refuse_columns(self)
+        if args.max_steps <= 0:  # `begin` would be too late: transformers would ask for max_steps first
+            checks.refuse_few_prompts(self)
         if not ESTIMATORS[args.advantage_estimator].laboratory:
             checks.refuse_rewards_of_tokens(self)
         head = self.model.get_output_embeddings()

@@ -360,11 +360,10 @@ EIGHT = {"steps_per_generation": None, "updates_per_rollout": 8}
 )
 def test_fewer_prompts_than_a_rollout_takes_are_refused_before_training(make, monkeypatch, prompts, settings, takes):
     data = tiny.make_dataset(max(1, prompts)).select(range(prompts))
-    trainer = make(train_dataset=data, **settings)
-    monkeypatch.setattr(GRPOTrainer, "train", lambda *_: pytest.fail("training began"))
+    monkeypatch.setattr(GRPOTrainer, "training_step", lambda *_: pytest.fail("a step was made"))
     says = rf"^a rollout takes {takes} prompts .* the training set has {prompts} to train on: lower .*, or add prompts$"
     with pytest.raises(ValueError, match=says):
-        trainer.train()
+        make(train_dataset=data, **settings).train()
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_steps": -1, "num_train_epochs": 1}], ids=str)
@@ -415,7 +414,7 @@ DROPS = {"dataloader_drop_last": True, "per_device_eval_batch_size": 16}
         ),
     ],
 )
-def test_an_evaluation_of_nothing_is_refused_before_training_and_where_it_is_asked_for(make, sizes, settings, says):
+def test_an_evaluation_of_nothing_is_refused_before_training(make, sizes, settings, says):
     rows = tiny.make_dataset(9)
     evaluated: Any = rows.select(range(sizes)) if isinstance(sizes, int) else None
     if evaluated is None:
@@ -423,10 +422,7 @@ def test_an_evaluation_of_nothing_is_refused_before_training_and_where_it_is_ask
     when = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
     with pytest.raises(ValueError, match=f"^{says}"):
         make(eval_dataset=evaluated, **{**when, **settings}).train()
-    trainer = make(eval_dataset=evaluated, max_steps=2, **settings)
-    trainer.train()  # which evaluates nothing
-    with pytest.raises(ValueError, match=r"^the evaluation set has \d rows to evaluate"):
-        trainer.evaluate()
+    make(eval_dataset=evaluated, max_steps=2, **settings).train()  # which evaluates nothing
 
 
 def test_a_whole_batch_is_evaluated_where_the_last_one_is_dropped(make):
@@ -445,6 +441,6 @@ class OfTokens:
 
 
 def test_rewards_of_tokens_are_refused_with_the_trainer_that_takes_them(make):
-    with pytest.raises(ValueError, match=r"'OfTokens' has of_tokens, which .* to 0, or .* LabTrainer of troll_lab\.trl"):
+    with pytest.raises(ValueError, match=r"'OfTokens' has of_tokens, .* to 0, or .* LabTrainer of troll_lab\.trl"):
         make(reward_funcs=OfTokens())
     make(reward_funcs=[tiny.reward, OfTokens()], reward_weights=[1.0, 0.0])

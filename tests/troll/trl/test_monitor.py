@@ -142,10 +142,6 @@ def test_watch_of_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path, pr
         (PROJECTS_NONE, 12, 1, 0),
         # Every update is on-policy, which is said before training.
         ({**PROJECTS_NONE, "steps_per_generation": 1}, 12, 0, 0),
-        # The critic's warm-up leaves the policy as it is.
-        ({**PROJECTS_NONE, "advantage_estimator": "gae", "critic_kwargs": {"warmup_steps": 8}}, 12, 0, 0),
-        # A rollout of old weights has an age at once.
-        ({**PROJECTS_NONE, "rollout_delay": 1}, 5, 1, 0),
     ],
     ids=str,
 )
