@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.troll.trl import tiny
-from tests.troll.trl.distributed_worker import CASES, SameRollouts, said, train
+from tests.troll.trl.distributed_worker import CASES, ByPath, SameRollouts, said, train
 from troll.grading import Grader, Verdict
 from troll_lab.trl import LabTrainer
 
@@ -50,8 +50,7 @@ def evaluate(make: tiny.Maker, problems: int, batch: int) -> dict[str, float]:
 def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     """The critic, and with DDP everything else."""
     if mode != "ddp":
-        refused = said(ValueError, make, LabRollouts, str(make.model_path("llama")), ddp_backend="gloo", **PPO)
-        return {"critic": refused}
+        return {"critic": said(ValueError, ByPath(**vars(make)), LabRollouts, ddp_backend="gloo", **PPO)}
     results: dict[str, Any] = {name: train(make, name, 2, kind=LabRollouts, cases=LAB_CASES) for name in LAB_CASES}
     results["base"] = {name: train(make, name, 2) for name in BASE}
     return results | {"evaluations": [evaluate(make, *sizes) for sizes in EVALUATIONS]}
