@@ -13,12 +13,12 @@ from transformers import AutoConfig
 from trl import get_peft_config
 
 from benchmarks.memory_without_data import Batch, Network, generation, parameters, score, update
-from troll.trl import TrollConfig
 from troll_lab import recipes
 from troll_lab.recipes import Recipe
 from troll_lab.runs.comparison_tables import markdown_table
 from troll_lab.runs.toy_model import character_tokenizer
 from troll_lab.runs.toy_network import TOY_MODELS, model_config
+from troll_lab.trl import LabConfig
 
 GIB = 1 << 30
 
@@ -159,14 +159,14 @@ class Estimate:
         return tuple(map(sum, zip(*self.table.values(), strict=True)))
 
 
-def _at_once(args: TrollConfig) -> int:
+def _at_once(args: LabConfig) -> int:
     """The completions that transformers generates in one call, at most."""
     rollout = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     most = max(rollout, args.per_device_eval_batch_size if args.eval_strategy != "no" else 1)
     return min(most, args.generation_chunk_size or most)
 
 
-def _vllm_share(args: TrollConfig) -> float:
+def _vllm_share(args: LabConfig) -> float:
     """The part of each GPU that vLLM takes."""
     return float(args.vllm_gpu_memory_utilization) if args.use_vllm and args.vllm_mode == "colocate" else 0.0
 

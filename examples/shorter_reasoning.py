@@ -5,7 +5,7 @@
 Rewards of tokens as in DECS (arXiv 2509.25827), on GSM8K. For each passage of a completion that ends with the right
 answer, the judge is asked whether it states that answer. The passages between the first one that does and the last one
 of the completion are redundant, and their tokens are worth `--penalty` less than the others. All settings of
-`TrollConfig` are options as well.
+`LabConfig` are options as well.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
-from troll.trl import TrollConfig, TrollTrainer
 from troll_lab.tasks import TaskConfig, load_task
+from troll_lab.trl import LabConfig, LabTrainer
 
 QUESTION = (
     "A passage of a solution to a problem in mathematics:\n\n{passage}\n\n"
@@ -120,7 +120,7 @@ class ShortSolution:
 
 @dataclass
 class Options:
-    """The example's own options; the settings of `TrollConfig` are options as well.
+    """The example's own options; the settings of `LabConfig` are options as well.
 
     Attributes:
         model: The model to train.
@@ -137,7 +137,7 @@ class Options:
 
 def main() -> None:
     """Reads the options and trains."""
-    parser = HfArgumentParser((Options, TrollConfig))  # type: ignore[arg-type]  # it wants a NewType
+    parser = HfArgumentParser((Options, LabConfig))  # type: ignore[arg-type]  # it wants a NewType
     parser.set_defaults(
         advantage_estimator="rloo_tokens", max_completion_length=1024, output_dir="runs/shorter-reasoning"
     )
@@ -145,7 +145,7 @@ def main() -> None:
     # The rows of one file are split, and this evaluates nothing.
     config = TaskConfig(task="gsm8k", dataset_path=options.dataset_path, eval_size=1)
     task = load_task(config, conversational=True, for_training=True)
-    trainer = TrollTrainer(
+    trainer = LabTrainer(
         model=options.model,
         reward_funcs=ShortSolution(task.reward_funcs[0], Judge(options.judge), options.penalty),
         train_dataset=task.train_dataset,

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from troll.trl import TrollTrainer, checkpoints
+from troll_lab.trl import LabTrainer, checkpoints
 
 #: Forks from a process that has imported all this, and never from the one that runs the tests, which has threads.
 FORKS = multiprocessing.get_context("forkserver")
@@ -55,7 +55,7 @@ def dying_in_checkpoint(step: int, file: str) -> Iterator[None]:
             path.write_bytes(content[: len(content) // 2])
             die()
 
-    save, to_json, save_model = torch.save, TrainerState.save_to_json, TrollTrainer._save
+    save, to_json, save_model = torch.save, TrainerState.save_to_json, LabTrainer._save
     complete = checkpoints._complete
 
     def torch_save(value: Any, path: Any, *arguments: Any, **keywords: Any) -> None:
@@ -80,7 +80,7 @@ def dying_in_checkpoint(step: int, file: str) -> Iterator[None]:
     with (
         mock.patch("torch.save", torch_save),
         mock.patch.object(TrainerState, "save_to_json", json_save),
-        mock.patch.object(TrollTrainer, "_save", model_save),
+        mock.patch.object(LabTrainer, "_save", model_save),
         mock.patch.object(checkpoints, "_complete", complete_marker),
     ):
         yield

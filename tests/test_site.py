@@ -21,6 +21,7 @@ PUBLIC = (
     *(
         "troll.trl",
         "troll.trl.surrogates",
+        "troll_lab.trl",
         "troll.verl",
         "troll_lab.rewards",
         "troll_lab.tasks",

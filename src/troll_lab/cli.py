@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train",
         help="train a model by a recipe",
         description="Train a model by a recipe: the path of a YAML file, or one of " + ", ".join(recipe_names()) + ".",
-        epilog="Any field of TaskConfig, TrollConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5. "
+        epilog="Any field of TaskConfig, LabConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5. "
         "Recipes that begin with tce- train movements of a robot; any field of EpisodicConfig can follow them.",
     )
     train.add_argument("recipe", metavar="RECIPE")

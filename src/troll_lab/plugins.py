@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.estimators import ESTIMATORS
 from troll.trl.surrogates import SURROGATES
 from troll_lab.tasks.registry import known_tasks
 from troll_lab.terminal import UsageError, one_line

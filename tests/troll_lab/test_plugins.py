@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.troll_lab.runs.conftest import short, write_tiny_model
-from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.estimators import ESTIMATORS
 from troll.trl.surrogates import SURROGATES
 from troll_lab import cli, plugins, recipes
 from troll_lab.recipes import RecipeError
@@ -105,7 +105,7 @@ def test_the_command_line_takes_the_place_of_the_recipes_plugins(recipe, monkeyp
     "text",
     [
         "from troll_lab.tasks import register_task\n\n@register_task('mine')\ndef load(config, argument): ...\n",
-        "from troll.trl.advantages.estimators import ESTIMATORS, Estimator\n\nESTIMATORS['mine'] = Estimator()\n",
+        "from troll.trl.estimators import ESTIMATORS, Estimator\n\nESTIMATORS['mine'] = Estimator()\n",
     ],
     ids=["task", "estimator"],
 )

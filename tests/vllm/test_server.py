@@ -15,13 +15,13 @@ import pytest
 
 from tests.tolerance import within
 from tests.troll.trl import tiny
-from tests.troll.trl.test_resampling import SETTINGS, dataset, reward
 from tests.troll.trl.tiny import logged
+from tests.troll_lab.trl.test_resampling import SETTINGS, dataset, reward
 from tests.vllm.test_engine import FLOAT32_ERROR, save
 
 if find_spec("vllm") is not None:
     from tests.vllm.server import FileClient, Server, serving
-from troll.trl import TrollTrainer
+from troll_lab.trl import LabTrainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,14 +48,14 @@ def server(model: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrollTrainer]:
+def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LabTrainer]:
     """Builds a trainer whose rollouts a server makes."""
 
-    def build(server: Server, *, by_file: bool = True, own: Path = model, **settings: Any) -> TrollTrainer:
+    def build(server: Server, *, by_file: bool = True, own: Path = model, **settings: Any) -> LabTrainer:
         if by_file:
             monkeypatch.setattr("trl.generation.vllm_generation.VLLMClient", FileClient)
             monkeypatch.setattr(FileClient, "folder", tmp_path, raising=False)
-        make = tiny.Maker(lambda _: own, tmp_path)
+        make = tiny.Maker(lambda _: own, tmp_path, LabTrainer)
         options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
         return make(**options | {"anchor": "rollout", "support_top_k": CAP} | settings)
 
@@ -99,7 +99,7 @@ def test_groups_with_equal_rewards_are_sampled_again(server, served):
     assert sum(left) < sum(first) and all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
 
-def fails(trainer: TrollTrainer, error: type[Exception], message: str) -> None:
+def fails(trainer: LabTrainer, error: type[Exception], message: str) -> None:
     before = tiny.parameters(trainer.model)
     with pytest.raises(error, match=message):
         trainer.train()

@@ -31,6 +31,34 @@ def disable_dropout(model: torch.nn.Module) -> None:
         setattr(module, name, 0.0)
 
 
+def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
+    """Raises TypeError unless a trainer reads all settings of a configuration.
+
+    Args:
+        args: The configuration that the trainer was given.
+        config: The trainer's class of configurations.
+    """
+    if not isinstance(args, config):
+        raise TypeError(f"args must be a {config.__name__}, got {type(args).__name__}: change the name of the class")
+    if args.read_by != config.read_by:
+        raise TypeError(
+            f"args must be a {config.__name__}, got {type(args).__name__}, which has settings that only {args.read_by} "
+            "reads: use that trainer"
+        )
+
+
+def refuse_rewards_of_tokens(trainer: Any) -> None:
+    """Raises ValueError if a reward has a method `of_tokens`, which an estimator of whole completions would ignore."""
+    named = zip(trainer.reward_funcs, trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
+    for reward, name, weight in named:
+        if weight and hasattr(reward, "of_tokens"):
+            raise ValueError(
+                f"reward {name!r} has of_tokens, which advantage_estimator {trainer.args.advantage_estimator!r} cannot "
+                "use: set its weight in reward_weights to 0, or advantage_estimator to rloo_tokens or group_tokens, "
+                "which need LabConfig and LabTrainer of troll_lab.trl"
+            )
+
+
 def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> None:
     """Raises ValueError unless every process holds whole sequences and whole matrices whenever it computes.
 
@@ -64,11 +92,16 @@ def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
         raise ValueError(problem)
 
 
-def refuse_few_rows(trainer: Any) -> None:
-    """Raises ValueError if a training, or the evaluations within it, would end without a single batch."""
-    args = trainer.args
+def refuse_few_prompts(trainer: Any) -> None:
+    """Raises ValueError if the training set does not fill a rollout."""
     if seam.rows_of_an_epoch(trainer) == 0:
         raise ValueError(_few_prompts(trainer, f"the training set has {len(trainer.train_dataset)}"))
+
+
+def refuse_few_rows(trainer: Any) -> None:
+    """Raises ValueError if a training, or the evaluations within it, would end without a single batch."""
+    refuse_few_prompts(trainer)
+    args = trainer.args
     if args.eval_strategy != "no" or args.eval_on_start:
         evaluated = trainer.eval_dataset
         for name, data in evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]:

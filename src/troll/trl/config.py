@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 from trl import GRPOConfig
 
 from troll.settings import described
-from troll.trl.advantages.estimators import ESTIMATORS
-from troll.trl.own_settings import RANGES, number, parse
+from troll.trl.estimators import ESTIMATORS
+from troll.trl.own_settings import RANGES, parse
 from troll.trl.sampling import POLICY, refuse_other_distributions
 from troll.trl.surrogates import SURROGATES, check_registered, settings_read
 from troll.trust_region.checks import check_choice
@@ -39,6 +39,9 @@ VLLM_LEAST_TEMPERATURE = 0.01
 #: The default number of updates per rollout.
 UPDATES_PER_ROLLOUT = 8
 
+#: The estimators that `troll_lab.trl` registers, for the error that says so.
+LABORATORY_ESTIMATORS = ("rloo_tokens", "group_tokens", "gae")
+
 #: The range of each number, a key of `RANGES`. None is allowed where it is the default. TRL's settings are checked only
 #: with a surrogate that reads them.
 NUMBERS: dict[str, tuple[str, ...]] = {
@@ -50,16 +53,14 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     ),
     "finite and at least 0": (
         "regression_weight",
-        "eval_temperature",
         "vespo_k_pos",
         "vespo_lambda_pos",
         "vespo_k_neg",
         "vespo_lambda_neg",
     ),
     "in [0, 1)": ("mass_threshold",),
-    "in [0, 1]": ("resampling_right_share",),
-    "an integer, at least 0": ("diagnostics_steps", "resampling_rounds", "rollout_delay"),
-    "an integer, at least 1": ("support_top_k", "generation_chunk_size"),
+    "an integer, at least 0": ("diagnostics_steps",),
+    "an integer, at least 1": ("support_top_k",),
 }
 
 #: The same for numbers that TRL and transformers do not check: out of range they train wrongly, or fail after loading.
@@ -110,37 +111,14 @@ def _check_number(name: str, value: Any, takes: str) -> None:
 
 
 class _One(int):
-    """The number 1, which passes TRL's check `num_generations < 2`: all its other checks and settings still happen."""
+    """The number 1, which passes TRL's check `num_generations < 2`.
+
+    There is no plainer way. TRL refuses 1 in the middle of its `__post_init__`, for any estimator, without a setting
+    that allows it. Any other number in its place would fail in the checks before, which divide batches by it.
+    """
 
     def __lt__(self, other: int) -> bool:
         return other != 2 and super().__lt__(other)
-
-
-@dataclass(frozen=True)
-class CriticSettings:
-    """The settings of the estimator "gae", in `critic_kwargs`: its discounts, and PPO's critic.
-
-    Attributes:
-        gamma: Discount γ, in [0, 1].
-        gae_lambda: λ, in [0, 1]: 0 uses the critic's value of the next token, 1 the whole return.
-        whiten_advantages: Whether the advantages are whitened over the tokens of all processes.
-        value_clip: How far a value may move from the rollout's, in units of reward, before its loss is clipped.
-        model_name_or_path: The model from which the critic starts. None is the policy's model.
-        learning_rate: The constant learning rate of the critic's AdamW.
-        weight_decay: The weight decay of the critic's AdamW, for matrices only.
-        max_grad_norm: The norm to which the critic's gradient is clipped, separately from the policy's.
-        warmup_steps: Optimiser steps at the start in which only the critic is trained.
-    """
-
-    gamma: float = number(1.0, "in [0, 1]")
-    gae_lambda: float = number(0.95, "in [0, 1]")
-    whiten_advantages: bool = True
-    value_clip: float = number(0.2, "finite and above 0")
-    model_name_or_path: str | None = None
-    learning_rate: float = number(1e-5, "finite and above 0")
-    weight_decay: float = number(0.0, "finite and at least 0")
-    max_grad_norm: float = number(1.0, "finite and above 0")
-    warmup_steps: int = number(0, "an integer, at least 0")
 
 
 @described
@@ -163,16 +141,6 @@ class TrollConfig(GRPOConfig):
             `steps_per_generation`, `generation_batch_size` or `num_iterations` is set: it is then computed from those,
             and is None if an update uses several rollouts or a part of one. With 1, the old and the new policy are
             equal in every update.
-        generation_chunk_size: The number of completions that transformers generates in one call, which bounds the
-            memory of its KV cache. None generates a whole rollout at once. It has no effect on vLLM.
-        resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
-            many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
-            2503.14476). Groups that cannot be replaced stay. 0 replaces none.
-        resampling_right_share: κ: groups whose rewards are all equal and above 0 also stay, up to this share of the
-            rollout's groups. With rewards of tokens, κ follows DECS's curriculum from this value. See docs/trl.md.
-        rollout_delay: The age, in rollouts, of the weights that sample a rollout, as in asynchronous training. For
-            experiments: it needs generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
-            weights. `anchor` "rollout" then needs no engine.
         surrogate: The method that keeps an update near the old policy: "troll"; "regression", TROLL's regression term
             with the raw ratio; "kl_penalty"; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip);
             "cispo", "sapo" or "vespo", TRL's loss types; "none"; or one of your own, once it is registered. Fields that
@@ -200,18 +168,14 @@ class TrollConfig(GRPOConfig):
             switches vLLM's importance correction off, which would count the mismatch twice.
         advantage_estimator: How advantages are computed from rewards: "group", TRL's (GRPO, and Dr.GRPO and GSPO by
             TRL's own settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline",
-            the same after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens" and "group_tokens"
-            (DECS's), for rewards of tokens; or "gae", PPO's, with a critic. "reinforce_plus_plus" and "gae" do not
-            compare groups and also work with `num_generations=1`.
+            the same after the group's mean is subtracted; "rloo", leave-one-out; or another from
+            `troll.trl.register_estimator`. "reinforce_plus_plus" does not compare groups and also works with
+            `num_generations=1`.
         kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
             reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
             needs `beta` above 0, and "rloo", "reinforce_plus_plus" or "reinforce_plus_plus_baseline".
-        critic_kwargs: γ, λ and the critic of "gae" as a JSON object, e.g. `{"learning_rate": 1e-4, "gamma": 0.99}`.
-            See docs/estimators.md.
         diagnostics_steps: Optimiser steps from one measurement of `trust_region/diagnostics/*` to the next; 0 measures
             none. See docs/diagnostics.md.
-        eval_temperature: Sampling temperature of held-out completions. 0 is greedy and needs
-            `num_generations_eval=1`. Default: as in training.
 
     Raises:
         ValueError: On a value out of its range, or settings that exclude each other; the message names both.
@@ -220,14 +184,12 @@ class TrollConfig(GRPOConfig):
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (a field, if it were annotated)
         *GRPOConfig._VALID_DICT_FIELDS,
         "surrogate_kwargs",
-        "critic_kwargs",
     ]
 
+    #: The trainer that reads all settings of this class.
+    read_by: ClassVar[str] = "troll.trl.TrollTrainer"
+
     updates_per_rollout: int | None = None
-    generation_chunk_size: int | None = None
-    resampling_rounds: int = 0
-    resampling_right_share: float = 0.0
-    rollout_delay: int = 0
     surrogate: str = field(default="troll", metadata={"choices": SURROGATES})
     surrogate_kwargs: dict[str, Any] | str | None = None
     kl_bound: float = 0.05
@@ -240,14 +202,12 @@ class TrollConfig(GRPOConfig):
     constraint_reduction: Reduction = "mean"
     truncated_ratio: bool | None = None
     anchor: Anchor = "old"
-    advantage_estimator: str = field(default="group", metadata={"choices": list(ESTIMATORS)})
+    advantage_estimator: str = field(default="group", metadata={"choices": ESTIMATORS})
     kl_in_reward: bool = False
-    critic_kwargs: dict[str, Any] | str | None = None
     diagnostics_steps: int = 0
-    eval_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
+        self._check_estimator()
         self._check_trl_numbers()  # before TRL divides by them
         self._set_steps_per_generation()
         # A copy of a configuration has both, which TRL has set itself and would refuse.
@@ -280,16 +240,18 @@ class TrollConfig(GRPOConfig):
         self._check_values()
         self._settle_loss()
         self._check_reward()
-        if self.resampling_rounds:
-            self._check_resampling()
-        elif self.resampling_right_share:
-            raise ValueError(
-                f"resampling_right_share={self.resampling_right_share} is of groups that resampling would replace: set "
-                "resampling_rounds above 0, or leave it out"
-            )
         self._check_generation()
         if self.anchor == "rollout":
             self.vllm_importance_sampling_correction = False
+
+    def _check_estimator(self) -> None:
+        known = [name for name, estimator in ESTIMATORS.items() if not estimator.laboratory]
+        if self.advantage_estimator in LABORATORY_ESTIMATORS:
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} needs LabConfig and LabTrainer of troll_lab.trl: "
+                f"use both, or one of {', '.join(known)}"
+            )
+        check_choice("advantage_estimator", self.advantage_estimator, known)
 
     def _set_steps_per_generation(self) -> None:
         """Resolves `updates_per_rollout`, before TRL sets its default of one update."""
@@ -375,38 +337,8 @@ class TrollConfig(GRPOConfig):
                 "top_p, top_k or min_p kept: set truncated_ratio=False, or leave kl_in_reward out"
             )
 
-    def _check_resampling(self) -> None:
-        """Refuses resampling for estimators that learn from equal rewards, and with an engine's reports."""
-        if not ESTIMATORS[self.advantage_estimator].needs_group:
-            known = [name for name, estimator in ESTIMATORS.items() if estimator.needs_group]
-            raise ValueError(
-                f"resampling_rounds replaces groups with equal rewards, from which advantage_estimator "
-                f"{self.advantage_estimator!r} learns: set it to 0, or use one of {', '.join(known)}"
-            )
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
-                f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
-            )
-        # With a delay, the training model samples and scores: there are no reports of an engine.
-        if self.anchor == "rollout" and not self.rollout_delay:
-            raise ValueError(
-                "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "
-                "reported on the process that asked: set resampling_rounds to 0, or anchor='old'"
-            )
-
     def _check_generation(self) -> None:
         """Checks that the settings of generation go together."""
-        if self.rollout_delay and self.use_vllm:
-            raise ValueError(
-                "rollout_delay changes the weights of transformers' generation, and vLLM has its own weights: set "
-                "use_vllm=False, or leave it out"
-            )
-        if self.rollout_delay and self.anchor == "rollout" and not self.scores_rollouts:
-            raise ValueError(
-                "anchor='rollout' with rollout_delay needs scores of the rollout, which TRL makes only if it has "
-                "several updates: set updates_per_rollout to 2 or more"
-            )
         always_on_policy = self.use_vllm and self.always_on_policy
         if self.truncation is not None and always_on_policy and self.vllm_importance_sampling_correction:
             raise ValueError(
@@ -417,13 +349,13 @@ class TrollConfig(GRPOConfig):
         if self.use_transformers_continuous_batching and self.eval_strategy != "no":
             raise ValueError(
                 "use_transformers_continuous_batching leaves the model in training mode, and an evaluation would read "
-                "the rollout of the training: set eval_strategy='no', use_vllm=True or generation_chunk_size instead"
+                "the rollout of the training: set eval_strategy='no' or use_vllm=True instead"
             )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"
             raise ValueError(
                 f"use_transformers_continuous_batching with {dtype}=True casts the trained weights themselves to "
-                f"{dtype}, which loses small updates: set {dtype}=False, use_vllm=True or generation_chunk_size instead"
+                f"{dtype}, which loses small updates: set {dtype}=False or use_vllm=True instead"
             )
 
     def _check_trl_numbers(self) -> None:
@@ -448,23 +380,17 @@ class TrollConfig(GRPOConfig):
         check_registered(self.surrogate)
         if not self.samples_as_trl:
             self._settle_sampling()
+        self._check_numbers(NUMBERS)
+        settings_read(self)  # finds wrong ones before training
+
+    def _check_numbers(self, ranges: Mapping[str, tuple[str, ...]]) -> None:
+        """Checks fields of this class, and those of TRL that the surrogate reads, by ranges such as `NUMBERS`."""
         unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].fields)
-        for takes, names in NUMBERS.items():
+        for takes, names in ranges.items():
             for name in names:
                 unset = getattr(self, name) is None and self.__dataclass_fields__[name].default is None
                 if name not in unread and not unset:
                     _check_number(name, getattr(self, name), takes)
-        if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
-            raise ValueError(
-                "the temperature of generation_kwargs would replace eval_temperature in vLLM: set temperature instead"
-            )
-        if self.eval_temperature == 0 and self.num_generations_eval != 1:
-            raise ValueError(
-                "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
-                "or a temperature above 0"
-            )
-        _ = self.critic_settings  # finds wrong ones before training
-        settings_read(self)  # finds wrong ones before training
 
     def _settle_sampling(self) -> None:
         """Moves what becomes part of the old policy from `generation_kwargs` to the fields, and refuses the rest."""
@@ -505,11 +431,6 @@ class TrollConfig(GRPOConfig):
         return parse(
             SURROGATES[self.surrogate].own, self.surrogate_kwargs, "surrogate_kwargs", f"surrogate {self.surrogate!r}"
         )
-
-    @property
-    def critic_settings(self) -> CriticSettings:
-        """γ, λ and the critic of "gae"."""
-        return parse(CriticSettings, self.critic_kwargs, "critic_kwargs", "the critic")
 
     @property
     def reads_policies(self) -> bool:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from troll.files import flat, json_text, json_value, read_json, write_atomically
+from troll.files import flat, json_value
 from troll.trl.config import TrollConfig
-
-#: The file of a checkpoint that holds the settings of its run. transformers keeps them too, as a pickle, and loading a
-#: pickle can run any program.
-SETTINGS_FILE = "settings.json"
 
 #: The settings that a resumed run may change without a word, and all that begin with one of the prefixes: its length,
 #: its output, evaluations, where it runs, and what the error about NaN advises.
@@ -60,14 +55,14 @@ _MAY_CHANGE_PREFIXES = (
     "vllm_server_",
 )
 
-#: The settings that are part of an optimizer's state, which a resumed run takes from its checkpoint.
+#: The settings that are part of an optimizer's state, which a resumed run takes from its checkpoint. The critic's
+#: optimizer gets its rate from the settings.
 _OPTIMIZER = {
     "learning_rate",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",
-    "critic_kwargs.learning_rate",
     "critic_kwargs.weight_decay",
 }
 
@@ -82,26 +77,20 @@ def settings(args: TrollConfig) -> dict[str, Any]:
     return {name: _plain(value) for name, value in flat(args.to_dict()).items() if not may_change(name)}
 
 
-def save_settings(settings: dict[str, Any], checkpoint: Path) -> None:
-    """Writes them into a checkpoint."""
-    write_atomically(checkpoint / SETTINGS_FILE, json_text(settings, indent=2))
+def changed_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Settings that differ from a checkpoint's, each with both values, in one line; None if none does.
 
-
-def changed_settings(settings: dict[str, Any], checkpoint: Path) -> str | None:
-    """One line about the settings that differ from a checkpoint's; None if none does, or the checkpoint has no file.
-
-    Raises:
-        ValueError: If the checkpoint's file is no JSON.
+    Args:
+        there: The `settings` of the run that wrote the checkpoint.
+        here: Those of this run.
     """
-    path = checkpoint / SETTINGS_FILE
-    there = read_json(path) if path.is_file() else settings
-    names = [name for name in {**settings, **there} if there.get(name) != settings.get(name)]
+    names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
     if not names:
         return None
-    changes = [f"{name} was {json.dumps(there.get(name))} and is {json.dumps(settings.get(name))}" for name in names]
+    changes = [f"{name} was {json.dumps(there.get(name))} and is {json.dumps(here.get(name))}" for name in names]
     kept = [name for name in names if name in _OPTIMIZER]
     stays = f". The optimizer keeps the {' and the '.join(kept)} of the checkpoint" if kept else ""
-    return f"resuming from {checkpoint.name} with other settings: {', '.join(changes)}{stays}"
+    return ", ".join(changes) + stays
 
 
 def _plain(value: Any) -> Any:

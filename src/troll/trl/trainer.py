@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import has_length
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from troll.huggingface.adapters import refuse_merging
@@ -19,20 +15,13 @@ from troll.huggingface.policies import read_tokens, scatter
 from troll.huggingface.positions import positions_from_mask
 from troll.huggingface.token_ids import without_embedding
 from troll.trl import checks, sampling, seam
-from troll.trl.advantages.rollouts import Advantages
-from troll.trl.advantages.token_rewards import Judged
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.callback import TrollCallback
-from troll.trl.checkpoints import marked, resolved
 from troll.trl.config import AGGREGATION, TrollConfig
-from troll.trl.conversations import Conversations
 from troll.trl.diagnostics import Diagnostics
-from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
-from troll.trl.generation import generate_in_chunks
+from troll.trl.estimators import ESTIMATORS, combine_rewards
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
-from troll.trl.resampling import Resampling
-from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.constraint import Constraint
@@ -62,8 +51,10 @@ class TrollTrainer(GRPOTrainer):
             to the same number on every process (`examples/hold_kl.py`); checkpoints do not keep it.
 
     Raises:
-        TypeError: If `args` is not a `TrollConfig`.
-        ValueError: Under tensor, context or sequence parallelism.
+        TypeError: If `args` is not a `TrollConfig`, or has settings of another trainer.
+        ValueError: Under tensor, context or sequence parallelism; or if the training set has fewer prompts than a
+            rollout takes (with `max_steps`, before the first step). In training, before the first step, if an
+            evaluation has nothing to evaluate, or the sampler's settings were changed since the trainer was made.
         FloatingPointError: In training, if logits or the loss are NaN or infinite, before the optimiser sees them.
         RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step.
         NothingJudgedError: In training, if a grader could judge nothing in three rollouts in a row.
@@ -71,6 +62,9 @@ class TrollTrainer(GRPOTrainer):
 
     args: TrollConfig
     model: Any
+
+    #: The class of `args`.
+    config: type[TrollConfig] = TrollConfig
 
     _tag_names = ["trl", "troll"]
     _name = "TROLL"
@@ -80,20 +74,47 @@ class TrollTrainer(GRPOTrainer):
     }
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: TrollConfig | None = None, *positional: Any, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: TrollConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        *positional: Any,
+        **kwargs: Any,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else seam.get_config_model_id(model.config)
-            args = TrollConfig(f"{name.split('/')[-1]}-TROLL")
-        if not isinstance(args, TrollConfig):
-            raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+            args = self.config(f"{name.split('/')[-1]}-TROLL")
+        checks.refuse_another_config(args, self.config)
+        # After the user's own, and before the parent shares out the models: see `on_init_end`.
+        self.callback = TrollCallback(self)
+        callbacks = [*(callbacks or []), self.callback]
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            *positional,
+            **kwargs,
+        )
         args = self.args = sampling.settle(self)
         for scored in (self.model, self.ref_model):  # by TRL, which gives no position ids
             if scored is not None:
                 positions_from_mask(unwrapped(scored))
         seam.name_experts(self)
         checks.refuse_columns(self)
+        if args.max_steps <= 0:  # `begin` would be too late: transformers would ask for max_steps first
+            checks.refuse_few_prompts(self)
+        if not ESTIMATORS[args.advantage_estimator].laboratory:
+            checks.refuse_rewards_of_tokens(self)
         head = self.model.get_output_embeddings()
         if hasattr(head, "token_adapter"):  # of trainable_token_indices; TRL asks for a bias, which PEFT leaves out
             head.bias = None
@@ -123,86 +144,112 @@ class TrollTrainer(GRPOTrainer):
         if args.disable_dropout:  # TRL switches only layers off
             checks.disable_dropout(self.model)
 
-        self.rollout_weights = RolloutWeights(self) if args.rollout_delay else None
-        # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
-        self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
+        self.anchor = self._make_anchor()
         self.old_policy = OldPolicy(self)
-        self.conversations = Conversations(self.accelerator)
         self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
-        self.advantages = Advantages(self, model)
-        if self.advantages.critic is not None:
-            checks.refuse_fewer_tokens("critic", self.advantages.critic.model, self)
-        self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self)
-        self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
-        if args.generation_chunk_size and not args.use_vllm:
-            generate_in_chunks(self.model, args.generation_chunk_size)
-        self.callback = TrollCallback(self)
-        self.add_callback(self.callback)
+        #: The (N, F) rewards of the current rollout, of all processes.
+        self.rollout_rewards = torch.empty(0)
+        #: The scores that the parent's loss takes from `_get_per_token_logps_and_entropies`.
+        self._handed: seam.Scores | None = None
         self._use_checked = False
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Overrides the parent: refuses other than data parallelism, and keeps the dtype of the outputs under FSDP2."""
-        super().create_accelerator_and_postprocess()
-        checks.refuse_model_parallelism(
-            tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size()
-        )
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-            # accelerate would round every output to the parameters' dtype, log-probabilities among them.
-            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+    def begin(self) -> None:
+        """Begins a training: refuses what cannot be trained, and drops the state of an interrupted one.
+
+        Raises:
+            ValueError: See the class.
+        """
+        sampling.refuse_changes(self)
+        checks.refuse_few_rows(self)
+        seam.forget_rollout(self)
+        self._use_checked = False
+        for part in (self.monitor, self.diagnostics, self.ungraded):
+            part.start()
+
+    def _make_anchor(self) -> RolloutAnchor | None:
+        """The engine's policy, if it is the old one."""
+        return RolloutAnchor(self) if self.args.anchor == "rollout" else None
 
     # The rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         checks.refuse_columns(self, inputs[0])  # a stream's columns and prompts are known only now
         checks.refuse_token_ids(self, inputs)
-        training = self.model.training
+        self._handed = None  # of an interrupted update
         self.old_policy.start()
-        with ExitStack() as stack:
-            if self.rollout_func is not None:
-                stack.enter_context(self.conversations.rollout(self, inputs[0]))
-            if training and self.rollout_weights is not None:
-                stack.enter_context(self.rollout_weights.rollout())
-            if training and self.resampling is not None:
-                inputs = stack.enter_context(self.resampling.rollout(inputs))
-            rolled_out = super()._generate_and_score_completions(inputs)
-        rolled_out = self.conversations.with_sample_advantages(rolled_out)
+        rolled_out = self._roll_out(inputs)
         # Before anything reads the sampler's log-probabilities: until then they are row numbers of its reports.
         if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
             rolled_out = self.anchor.read(rolled_out)
-        if not training:
+        if not self.model.training:
             return rolled_out
         if self.args.kl_in_reward:
             rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
-        rolled_out = self.ungraded.without(rolled_out, self.conversations.of_rows)
+        rolled_out = self.ungraded.without(rolled_out, self.of_rows)
         rolled_out = self.old_policy.added_to(rolled_out)
-        rolled_out = self.advantages.put_into(rolled_out)
+        rolled_out = self._advantages(rolled_out)
         if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
             self.diagnostics.probe(rolled_out)
         return rolled_out
 
+    def _roll_out(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """The parent's rollout: completions, rewards, scores, and advantages."""
+        return super()._generate_and_score_completions(inputs)
+
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
-        last = completion_ids_list[: len(prompts)]  # earlier conversations follow
-        rewards = self.ungraded.excluded(super()._calculate_rewards(inputs, prompts, completions, last))
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self.ungraded.excluded(rewards)
         if self.model.training:
             self.ungraded.count_verdicts()
-            self.observe_rewards(rewards, Judged(inputs, completions, last))
+            self.observe_rewards(rewards)
             seam.add_metrics(self, self.ungraded.metrics(rewards))
-        else:
-            self.eval_metrics.observe(rewards)
         return rewards
 
-    def observe_rewards(self, rewards: Tensor, judged: Judged) -> None:
-        """Keeps the (N, F) rewards of all processes, and this process's completions; the last call counts."""
+    def observe_rewards(self, rewards: Tensor) -> None:
+        """Keeps the (N, F) rewards of a rollout of all processes; the last call counts."""
+        self.rollout_rewards = rewards
         self.ungraded.observe(rewards)
-        self.advantages.observe(rewards, judged)
+
+    def _advantages(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """A rollout with the advantages of `TrollConfig.advantage_estimator`; TRL's table shows them too."""
+        estimator = ESTIMATORS[self.args.advantage_estimator]
+        if estimator.of_sequences is None:  # TRL's own
+            return rolled_out
+        mask = seam.loss_mask(rolled_out)
+        token_counts = self.of_samples(mask.sum(-1))
+        rewards = combine_rewards(self.rollout_rewards, self.reward_weights)
+        if self.args.kl_in_reward:
+            token_kl = (rolled_out["old_per_token_logps"] - rolled_out["ref_per_token_logps"]) * mask
+            kl = self.of_samples(token_kl.sum(-1))
+            rewards = rewards - self.args.beta * kl
+            seam.add_metrics(self, {"kl": float(kl.sum() / token_counts.sum().clamp(min=1))})
+        advantages = estimator.of_sequences(rewards, self.num_generations, token_counts)
+        seam.replace_logged_advantages(self, advantages)
+        return rolled_out | {"advantages": self.of_rows(advantages)}
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """The values of this process's rows of a rollout, (B, ...), from those of the samples of all processes."""
+        size = len(values) // self.accelerator.num_processes
+        return values[self.accelerator.process_index * size :][:size]
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """The values of the samples of all processes, (N,), from those of this process's rows, (B,)."""
+        gathered: Tensor = self.accelerator.gather(values)
+        return gathered
+
+    def rollouts_behind(self, *, anew: bool) -> int:
+        """How many rollouts ago the network was the one that sampled the current rollout; with `anew`, the next."""
+        return 0
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         score = super()._get_per_token_logps_and_entropies
+        if self._handed is not None:  # the loss asks, and `_surrogate_loss` has read the new policy
+            scores, self._handed = self._handed, None
+            return scores
         if self.old_policy.claim_scoring():
             return self.old_policy.score(score, *args, **kwargs)
         return score(*args, **kwargs)
@@ -213,7 +260,6 @@ class TrollTrainer(GRPOTrainer):
         training = self.model.training
         if training:
             self.ungraded.count(inputs)
-            self.advantages.train_critic(inputs)
         # With vLLM's importance correction, on-policy updates have old log-probabilities too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
         loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
@@ -269,9 +315,9 @@ class TrollTrainer(GRPOTrainer):
                 penalties.append(self._reference_kl_correction(changed, old_log_probs, scores.log_probs, log_ratio))
         if terms.keep is not None:
             changed["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
-        handed = iter([scores])
-        loss = super()._compute_loss(seam.standing_in(lambda **_: next(handed)), changed)
-        if next(handed, None) is not None:
+        self._handed = scores
+        loss = super()._compute_loss(model, changed)
+        if self._handed is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
         if shifted is not None:
             self._check_use(loss, shifted)
@@ -359,64 +405,3 @@ class TrollTrainer(GRPOTrainer):
         max_length = self.max_completion_length if self.loss_type == "dr_grpo" else None
         aggregated = aggregate(per_token, mask, AGGREGATION[self.loss_type], max_length)  # type: ignore[arg-type]
         return aggregated / self.current_gradient_accumulation_steps
-
-    # Evaluation
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Overrides the parent: adds the metrics of `troll eval` (docs/evaluate.md) if a reward is named `success`.
-
-        Their names start with the prefix, which names the data set if there are several: `eval_pass@1`,
-        `eval_aime24_pass@1`.
-        """
-        checks.refuse_no_batch(self, dataloader.dataset)
-        own = seam.evaluation_metrics(self)
-        self.eval_metrics.start()
-        own.clear()
-        with sampling_temperature(self, self.args.eval_temperature):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
-        found = self.eval_metrics.metrics(self.num_generations_eval, problems)
-        for name in found.keys() & own.keys():
-            del own[name]
-        if metric_key_prefix != "eval":  # TRL logs its metrics of every data set under the same names
-            numbers = {name: [value for value in values if not math.isnan(value)] for name, values in own.items()}
-            found |= {name: sum(values) / len(values) for name, values in numbers.items() if values}
-            own.clear()
-        assert output.metrics is not None
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
-        return output
-
-    # Checkpoints
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **kwargs: Any) -> Any:
-        """Overrides the parent: True resumes from the newest complete checkpoint in `output_dir`.
-
-        Raises:
-            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete; if
-                the training set has fewer prompts than a rollout takes, or an evaluation nothing to evaluate; or if the
-                sampler's settings were changed since the trainer was made.
-        """
-        sampling.refuse_changes(self)
-        checks.refuse_few_rows(self)
-        self._use_checked = False
-        seam.forget_rollout(self)
-        self.callback.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
-        output = super().train(self.callback.resumed[0], *positional, **kwargs)
-        checks.refuse_no_step(self)
-        return output
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        checkpoint = seam.checkpoint_folder(self, trial)
-        with marked(self, checkpoint):
-            super()._save_checkpoint(model, trial)
-            if not self.args.save_only_model:
-                self.callback.save(checkpoint)

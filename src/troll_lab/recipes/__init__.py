@@ -1,6 +1,6 @@
 """Recipes: YAML files with every setting of a run, found by name or by path.
 
-A recipe has fields of `troll_lab.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`; other fields have
+A recipe has fields of `troll_lab.tasks.TaskConfig`, `troll_lab.trl.LabConfig` and `trl.ModelConfig`; other fields have
 their defaults. It may have three more keys: `extends: RECIPE` (a name, or a path relative to the file) adds the fields
 of another recipe that the file does not set; `grid: {field: [values]}` makes it an ablation for `troll compare`; and
 `plugins: [FILE.py, module]` (files relative to the recipe) are imported before settings are read, and register
@@ -42,10 +42,11 @@ from troll_lab.evaluation.vllm import vllm_is_usable
 from troll_lab.tasks import TaskConfig
 from troll_lab.tasks.registry import json_object
 from troll_lab.terminal import UsageError, one_line
+from troll_lab.trl import LabConfig
 from troll_lab.values import NEGATIVE, number, read_value, read_yaml, whole_number, yaml_text
 
 FOLDER = Path(__file__).parent
-CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
+CONFIGS = (TaskConfig, LabConfig, ModelConfig)
 _FIELDS: dict[str, Field[Any]] = {field.name: field for config in CONFIGS for field in fields(config) if field.init}
 #: The key of the files and modules that are imported before settings are read.
 PLUGINS = "plugins"
@@ -87,6 +88,9 @@ _ROLLOUT_LENGTH = frozenset({"updates_per_rollout", "steps_per_generation", "gen
 
 _SURROGATE_KWARGS = "surrogate_kwargs"
 
+#: The fields that are ours, or whose default is.
+_OWN_FIELDS = TrollConfig.__annotations__.keys() | LabConfig.__annotations__.keys()
+
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
 
@@ -113,7 +117,7 @@ class Recipe:
     name: str
     settings: dict[str, Any]
     task: TaskConfig
-    training: TrollConfig
+    training: LabConfig
     model: ModelConfig
     note: str | None = None
 
@@ -314,7 +318,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             f"{chunk} completions at a time"
         )
 
-    own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
+    own = {field.name for field in fields(TaskConfig)} | _OWN_FIELDS
     if _ROLLOUT_LENGTH & (given | set(settings)):
         own -= _ROLLOUT_LENGTH  # what is derived would contradict a later change
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
@@ -390,7 +394,7 @@ def _field_of(name: str) -> str:
 
 def _drop_foreign_kwargs(settings: dict[str, Any], surrogate: object) -> None:
     """Leaves out the own settings of the surrogate below, if another one takes its place."""
-    if settings.get("surrogate", TrollConfig.surrogate) != surrogate:
+    if settings.get("surrogate", LabConfig.surrogate) != surrogate:
         settings.pop(_SURROGATE_KWARGS, None)
 
 

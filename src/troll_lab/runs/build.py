@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
-from troll.trl import TrollTrainer
 from troll.trl.checks import refuse_few_rows
 from troll_lab.evaluation.training_task import TrainingTask
 from troll_lab.recipes import Recipe, RecipeError
@@ -23,6 +22,7 @@ from troll_lab.tasks import Task, load_task
 from troll_lab.tasks.chat_template import prompt_texts
 from troll_lab.tasks.loading import decontaminate, load_function
 from troll_lab.terminal import one_line
+from troll_lab.trl import LabTrainer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BuiltRun:
     task: Task
     others: Sequence[Task]
     trained_on: TrainingTask
-    trainer: TrollTrainer
+    trainer: LabTrainer
 
 
 def build(recipe: Recipe, folder: Path) -> BuiltRun:
@@ -146,7 +146,7 @@ def _trainer(
     processor: PreTrainedTokenizerBase | ProcessorMixin,
     task: Task,
     rollout_func: Callable[..., Any] | None,
-) -> TrollTrainer:
+) -> LabTrainer:
     training, model = recipe.training, recipe.model
     # As in TRL's own script; the configuration has parsed a string.
     training.model_init_kwargs = {
@@ -159,7 +159,7 @@ def _trainer(
     if training.reward_weights is None:
         training.reward_weights = task.reward_weights
     try:
-        trainer = TrollTrainer(
+        trainer = LabTrainer(
             model_path,
             task.reward_funcs,
             training,

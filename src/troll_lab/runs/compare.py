@@ -16,7 +16,6 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll.trl.checkpoints import newest_complete
 from troll_lab.lock import locked
 from troll_lab.recipes import RecipeError
 from troll_lab.runs.build import model_path
@@ -28,6 +27,7 @@ from troll_lab.runs.grid import PlannedRun
 from troll_lab.runs.recorded import MANIFEST, read_summary
 from troll_lab.runs.slots import Slot, environments, gpus
 from troll_lab.terminal import say
+from troll_lab.trl.checkpoints import newest_complete
 
 #: The lock that a comparison and its runs hold as long as any of them lives.
 LOCK = "compare.lock"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from troll.files import json_text, read_json, write_atomically
-from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll.trl.resumed_settings import may_change
 from troll_lab import recipes
 from troll_lab.recipes import Recipe, RecipeError, differences
 from troll_lab.runs.grid import PlannedRun
 from troll_lab.runs.recorded import MANIFEST
+from troll_lab.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll_lab.values import read_yaml
 
 _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on

@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
 from troll_lab import recipes
 from troll_lab.recipes import Recipe, RecipeError
+from troll_lab.trl import LabConfig
 
 #: The values of each field, as on the command line; none for a flag such as `--use_cpu`.
 Axes = Mapping[str, Sequence[str]]
@@ -154,7 +154,7 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[tuple[Assignment, list[str
     # A name begins with the surrogate and ends with the seed, in any order of the command.
     order = sorted(given_values, key=lambda name: (name != "surrogate", name == "seed", name))
     values = {name: given_values[name] for name in order}
-    surrogates = values.get("surrogate") or [str(fields.get("surrogate", TrollConfig.surrogate))]
+    surrogates = values.get("surrogate") or [str(fields.get("surrogate", LabConfig.surrogate))]
     seen = set()
     for combination in product(*(given or (None,) for given in values.values())):
         assignment = dict(zip(values, combination, strict=True))

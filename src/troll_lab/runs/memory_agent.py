@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from troll.trl import complete
-from troll.trl.conversations import EARLIER
+from troll_lab.trl.conversations import EARLIER
 
 #: The separators between the terms of a sum, and the end of a sum.
 _BETWEEN, _ASKED = r" (?=[+-] )", " ="
@@ -21,7 +21,7 @@ def rollout(prompts: list[str], trainer: Any, remember: Callable[[str], str] = s
 
     Args:
         prompts: Sums without a chat template: prompts of `reasoning_gym:chain_sum` by the template `"{expression} ="`.
-        trainer: The `TrollTrainer`.
+        trainer: The `LabTrainer`.
         remember: A function from an answer to the memory; by default the whole answer.
     """
     tokenizer = trainer.processing_class

@@ -16,8 +16,6 @@ import torch
 from rich.console import Console
 
 from troll.files import json_text, write_atomically
-from troll.trl import TrollTrainer, seam
-from troll.trl.checkpoints import newest_complete
 from troll.trl.surrogates import SURROGATES, settings_read
 from troll_lab.runs.build import BuiltRun
 from troll_lab.runs.charts import HELD_OUT
@@ -25,6 +23,9 @@ from troll_lab.runs.publishing import CARD_FILE, model_card, push
 from troll_lab.runs.report import write_report
 from troll_lab.tasks import Task
 from troll_lab.terminal import say
+from troll_lab.trl import LabTrainer
+from troll_lab.trl.checkpoints import newest_complete
+from troll_lab.trl.seam import evaluation_order
 
 
 class RunResult:
@@ -111,7 +112,7 @@ class RunResult:
         }
 
 
-def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
+def _write_verdicts(folder: Path, trainer: LabTrainer, task: Task) -> None:
     """Writes `verdicts.json`: the step of the last evaluation, and the row and success of each completion.
 
     Completions are in the order of the evaluation, which TRL shuffles. The success is null if the completion could not
@@ -126,7 +127,7 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     verdicts = {
         "step": steps[-1],
         "question": _questions(task),
-        "row": seam.evaluation_order(trainer, task.eval_dataset),
+        "row": evaluation_order(trainer, task.eval_dataset),
         "success": [None if success is None else int(success) for success in successes],
     }
     write_atomically(folder / "verdicts.json", json_text(verdicts) + "\n")

@@ -13,8 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll.files import json_text, write_atomically
-from troll.trl import TrollConfig, TrollTrainer
-from troll.trl.eval_metrics import judged_by
 from troll.trl.ungraded import NothingJudgedError
 from troll_lab import recipes
 from troll_lab.evaluation.training_task import TrainingTask
@@ -26,6 +24,8 @@ from troll_lab.runs.folders import LOCK
 from troll_lab.runs.result import RunResult
 from troll_lab.tasks import Task
 from troll_lab.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
+from troll_lab.trl import LabConfig, LabTrainer
+from troll_lab.trl.eval_metrics import judged_by
 
 #: The figures of the logs in the progress line: label, key, format.
 SHOWN = (
@@ -110,7 +110,7 @@ def _train(run: BuiltRun, console: Console) -> bool:
     return status == "finished"
 
 
-def _method(training: TrollConfig) -> str:
+def _method(training: LabConfig) -> str:
     """The surrogate and the estimator in words, with the trust region's bound if there is one."""
     names = {
         "troll": f"TROLL, KL bound {training.kl_bound}",
@@ -196,7 +196,7 @@ class OtherTasks(TrainerCallback):
         tasks: The other tasks, with different `short_name`.
     """
 
-    def __init__(self, trainer: TrollTrainer, tasks: Sequence[Task]) -> None:
+    def __init__(self, trainer: LabTrainer, tasks: Sequence[Task]) -> None:
         self.trainer, self.tasks = trainer, tasks
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

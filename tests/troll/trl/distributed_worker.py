@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from tests.troll.trl import tiny
 from tests.troll.trl.resuming import SHARDS_ALONE, interrupted
 from tests.troll.trl.sharding import LORA, KeepGradients, is_sharded, through_heads
-from troll.grading import Grader, Verdict
 from troll.trl import TrollTrainer, monitor
 from troll.trl.trainer import OLD_POLICY
 
@@ -29,7 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "RLOO": {"advantage_estimator": "rloo"},
     "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus"},
     "REINFORCE++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
-    "PPO": {"advantage_estimator": "gae", "critic_kwargs": {"learning_rate": 1e-2, "gae_lambda": 0.9}},
     "KL penalty": {"surrogate": "kl_penalty"},
 }
 
@@ -95,7 +93,14 @@ def _in_order(value: Any, order: torch.Tensor) -> Any:
     return value[order] if isinstance(value, torch.Tensor) and value.ndim else value
 
 
-def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> dict[str, Any]:
+def train(
+    make: tiny.Maker,
+    name: str,
+    processes: int,
+    model: str = "llama",
+    kind: type[SameRollouts] = SameRollouts,
+    cases: dict[str, dict[str, Any]] = CASES | MORE_CASES,
+) -> dict[str, Any]:
     """Gradients and logged metrics of the updates of rollouts, of two each: the first on-policy, the second not."""
     torch.manual_seed(0)  # of the adapters
     keep = KeepGradients()
@@ -103,7 +108,7 @@ def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> 
     settings |= {"optim": "sgd", "learning_rate": 1e-2, "max_steps": 2, "max_grad_norm": 0.0}
     if processes > 1:
         settings["ddp_backend"] = "gloo"
-    trainer = make(SameRollouts, model, callbacks=[keep], **{**settings, **(CASES | MORE_CASES)[name]})
+    trainer = make(kind, model, callbacks=[keep], **{**settings, **cases[name]})
     assert trainer.accelerator.num_processes == processes
     # TRL shuffles the rollout of each process by itself.
     shuffle = in_order_of_processes if processes == 1 else dict
@@ -116,34 +121,6 @@ def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> 
         "shards": all(is_sharded(parameter) for parameter in trainer.model.parameters()),
         "old policies survive": tiny.same_policies(trainer.captured, trainer.policies()),
     }
-
-
-class NumberIsAnswer(Grader):
-    """The answer is the problem's number, and right from 5 on."""
-
-    votes = True
-
-    def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
-        return [Verdict(float(number >= 5), str(number), "") for number in columns["number"]]
-
-
-#: Problems and, of each process, completions in a batch: some left over, or none for a process.
-EVALUATIONS = [(7, 4), (1, 2), (9, 2)]
-
-
-def evaluate(make: tiny.Maker, problems: int, batch: int) -> dict[str, float]:
-    """The metrics of an evaluation."""
-    trainer = make(
-        SameRollouts,
-        reward_funcs=NumberIsAnswer(),
-        eval_dataset=tiny.make_dataset(problems).add_column("number", list(range(problems))),
-        num_generations_eval=2,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=batch,
-        ddp_backend="gloo",
-    )
-    trainer.evaluate()
-    return dict(trainer.state.log_history[-1])
 
 
 class PoisonOneProcess(TrainerCallback):
@@ -211,12 +188,10 @@ def updates(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
         epochs: dict[str, Any] = {"train_dataset": tiny.make_dataset(4), "per_device_train_batch_size": 4}
         resumed["after an epoch"] = interrupted(make, folder / "epoch", **epochs)
         results: dict[str, Any] = {name: train(make, name, processes=2) for name in CASES}
-        evaluations = [evaluate(make, *sizes) for sizes in EVALUATIONS]
         results |= {"error": fail(make), "silences": silences(make, folder / "silences")}
-        return results | {"evaluations": evaluations, "interrupted": resumed}
+        return results | {"interrupted": resumed}
     results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}
     results["mixed precision"] = mixed_precision(make)
-    results["critic"] = said(ValueError, make, SameRollouts, advantage_estimator="gae", ddp_backend="gloo")
     return results | {f"{name} LM head": through_heads(name, mode) for name in HEADS} | {"interrupted": resumed}
 
 

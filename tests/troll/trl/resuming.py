@@ -1,5 +1,6 @@
 """A run that is interrupted after half of its updates, and the same run without that."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from torch.testing import assert_close
 
 from tests.troll.trl import tiny
 from tests.troll.trl.sharding import weights
-from troll.trl import TrollTrainer
+from troll.trl.callback import STATE
 
 #: Two rollouts of two updates, the second update with an old policy.
 SETTINGS: dict[str, Any] = {
@@ -37,13 +38,21 @@ def interrupted(make: tiny.Maker, folder: Path, **settings: Any) -> dict[str, An
     for name in ("without a break", "resumed"):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            trainer = make(TrollTrainer, output_dir=str(folder), **{**SETTINGS, **settings})
+            trainer = make(output_dir=str(folder), **{**SETTINGS, **settings})
         trainer.train(resume_from_checkpoint=None if name == "without a break" else str(folder / "checkpoint-2"))
         steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
         log = [{key: value for key, value in entry.items() if key != "step_time"} for entry in steps]
         results[name] = {"weights": weights(trainer.accelerator.unwrap_model(trainer.model_wrapped)), "log": log}
     trainer.save_model(str(folder / "model"))
     return results | {"warnings": [str(warning.message) for warning in said]}
+
+
+def forget(checkpoint: Path) -> None:
+    """Makes a checkpoint one of a trainer that keeps no settings and no counts, such as TRL's own."""
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"][STATE]
+    path.write_text(json.dumps(state))
 
 
 def resumed_exactly(runs: dict[str, Any]) -> list[dict[str, Any]]:

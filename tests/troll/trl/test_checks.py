@@ -220,16 +220,15 @@ def test_tokens_that_occur_nowhere_and_padded_embeddings_are_accepted(make):
         assert trainer.state.global_step == 1
 
 
-def test_a_reference_or_a_critic_without_the_models_tokens_is_refused(make, model_path):
+def test_a_reference_without_the_models_tokens_is_refused(make):
     model = make.model("llama")  # the reference is loaded by its name, without the new row
     model.resize_token_embeddings(49)
     tokenizer = tokenizer_with("<new>")
-    message = r"embedding of the {} has 48 rows, and that of the trained model 49: it lacks '<new>' \(id 48\)"
-    with pytest.raises(ValueError, match=message.format("reference model")):
+    message = (
+        r"embedding of the reference model has 48 rows, and that of the trained model 49: it lacks '<new>' \(id 48\)"
+    )
+    with pytest.raises(ValueError, match=message):
         make(model=model, processing_class=tokenizer, beta=0.1)
-    critic = {"advantage_estimator": "gae", "critic_kwargs": {"model_name_or_path": str(model_path("llama"))}}
-    with pytest.raises(ValueError, match=message.format("critic")):
-        make(model=model, processing_class=tokenizer, **critic)
 
 
 @pytest.mark.parametrize(
@@ -361,11 +360,10 @@ EIGHT = {"steps_per_generation": None, "updates_per_rollout": 8}
 )
 def test_fewer_prompts_than_a_rollout_takes_are_refused_before_training(make, monkeypatch, prompts, settings, takes):
     data = tiny.make_dataset(max(1, prompts)).select(range(prompts))
-    trainer = make(train_dataset=data, **settings)
-    monkeypatch.setattr(GRPOTrainer, "train", lambda *_: pytest.fail("training began"))
+    monkeypatch.setattr(GRPOTrainer, "training_step", lambda *_: pytest.fail("a step was made"))
     says = rf"^a rollout takes {takes} prompts .* the training set has {prompts} to train on: lower .*, or add prompts$"
     with pytest.raises(ValueError, match=says):
-        trainer.train()
+        make(train_dataset=data, **settings).train()
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_steps": -1, "num_train_epochs": 1}], ids=str)
@@ -416,7 +414,7 @@ DROPS = {"dataloader_drop_last": True, "per_device_eval_batch_size": 16}
         ),
     ],
 )
-def test_an_evaluation_of_nothing_is_refused_before_training_and_where_it_is_asked_for(make, sizes, settings, says):
+def test_an_evaluation_of_nothing_is_refused_before_training(make, sizes, settings, says):
     rows = tiny.make_dataset(9)
     evaluated: Any = rows.select(range(sizes)) if isinstance(sizes, int) else None
     if evaluated is None:
@@ -424,12 +422,25 @@ def test_an_evaluation_of_nothing_is_refused_before_training_and_where_it_is_ask
     when = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
     with pytest.raises(ValueError, match=f"^{says}"):
         make(eval_dataset=evaluated, **{**when, **settings}).train()
-    trainer = make(eval_dataset=evaluated, max_steps=2, **settings)
-    trainer.train()  # which evaluates nothing
-    with pytest.raises(ValueError, match=r"^the evaluation set has \d rows to evaluate"):
-        trainer.evaluate()
+    make(eval_dataset=evaluated, max_steps=2, **settings).train()  # which evaluates nothing
 
 
 def test_a_whole_batch_is_evaluated_where_the_last_one_is_dropped(make):
     trainer = make(eval_dataset=tiny.make_dataset(4), **DROPS)
     assert trainer.evaluate()["eval_completions/mean_length"] > 0
+
+
+class OfTokens:
+    """A reward of single tokens."""
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [0.0] * len(completion_ids)
+
+    def of_tokens(self, completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+        return [[0.0] * len(ids) for ids in completion_ids]
+
+
+def test_rewards_of_tokens_are_refused_with_the_trainer_that_takes_them(make):
+    with pytest.raises(ValueError, match=r"'OfTokens' has of_tokens, .* to 0, or .* LabTrainer of troll_lab\.trl"):
+        make(reward_funcs=OfTokens())
+    make(reward_funcs=[tiny.reward, OfTokens()], reward_weights=[1.0, 0.0])

@@ -1,83 +1,109 @@
-"""Advantage estimators in the trainer: what reaches the loss, PPO's critic, and its checkpoints."""
+"""Advantage estimators against closed forms on small batches made by hand."""
 
-from typing import Any
+import math
+from collections.abc import Iterator
 
 import pytest
 import torch
-from peft import LoraConfig
+from torch import Tensor
+from transformers import HfArgumentParser
 
-from tests.troll.trl import dense, tiny
-from tests.troll.trl.resuming import interrupted, resumed_exactly
-from troll.trl.advantages.critic import CRITIC_FILE
-from troll.trl.advantages.estimators import ESTIMATORS, gae, terminal_rewards
+from tests.tolerance import within
+from tests.troll.trl import tiny
+from troll.trl import Estimator, TrollConfig, estimators, register_estimator
+from troll.trl.config import LABORATORY_ESTIMATORS
+
+NAN = math.nan
+ONES = torch.ones(6, dtype=torch.long)
+
+#: Those of this package, whatever else is imported.
+OURS = [name for name, estimator in estimators.ESTIMATORS.items() if not estimator.laboratory]
+OF_SEQUENCES = {
+    name: estimator.of_sequences for name, estimator in estimators.ESTIMATORS.items() if estimator.of_sequences
+}
 
 
-def scored(trainer: Any) -> tuple[dict[str, Any], torch.Tensor]:
-    """A rollout before it is shuffled, and the rewards of its completions in float64."""
-    output = tiny.rolled_out(trainer)
-    return output, torch.tensor(tiny.reward(tiny.unpadded(output))).double()
+def float64(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-OF_SEQUENCES = {name: each.of_sequences for name, each in ESTIMATORS.items() if each.of_sequences is not None}
+def close(actual: Tensor, expected: Tensor | list | float) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-12, atol=1e-12)
+
+
+def test_rewards_are_weighted_over_the_functions_that_scored():
+    rewards = float64([[1, 2], [NAN, 3], [4, NAN], [NAN, NAN]])
+    combined = estimators.combine_rewards(rewards, torch.tensor([1.0, 0.5]))
+    torch.testing.assert_close(combined, float64([2, 1.5, 4, NAN]), equal_nan=True)
+
+
+def test_rloo_is_the_distance_from_the_mean_of_the_others():
+    # The first group: 1 − 5/2, 2 − 4/2, 3 − 3/2. The second has a completion without a reward.
+    close(estimators.rloo(float64([1, 2, 3, 4, NAN, 10]), 3, ONES), [-1.5, 0, 1.5, -6, 0, 6])
+
+
+def test_rloo_of_a_completion_without_others_is_zero():
+    close(estimators.rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
+
+
+def test_reinforce_plus_plus_whitens_without_groups():
+    # Mean 2, variance 1.
+    close(estimators.reinforce_plus_plus(float64([1, 3, 1, 3]), 2, ONES[:4]), [-1, 1, -1, 1])
+
+
+def test_reinforce_plus_plus_counts_tokens_not_completions():
+    rewards, counts = float64([0, 1, 5, NAN]), torch.tensor([3, 1, 0, 7])
+    tokens = float64([0, 0, 0, 1])
+    mean, std = tokens.mean(), tokens.std(correction=0)
+    # No tokens, or no reward: no part in the mean, and no advantage.
+    close(estimators.reinforce_plus_plus(rewards, 2, counts), [-mean / std, (1 - mean) / std, 0, 0])
+
+
+def test_reinforce_plus_plus_baseline_subtracts_the_group_first():
+    # Differences from the group's mean: −1, 1, −3, 3, and 0 without a comparison; their mean is 0, their variance 20/5.
+    advantages = estimators.reinforce_plus_plus_baseline(float64([1, 3, 4, 10, 7, NAN]), 2, ONES)
+    close(advantages, [-0.5, 0.5, -1.5, 1.5, 0, 0])
+
+
+@pytest.mark.parametrize("estimator", OF_SEQUENCES)
+def test_equal_rewards_or_none_have_no_advantage(estimator):
+    assert OF_SEQUENCES[estimator](torch.full((6,), 0.1), 3, ONES).abs().max() < within(1e-3)
+    assert OF_SEQUENCES[estimator](torch.full((6,), NAN), 3, ONES).tolist() == [0.0] * 6
+
+
+def test_whitened_values_have_mean_zero_and_variance_one():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 100
+    mask = torch.rand(5, 7, generator=generator) < 0.6
+    whitened = estimators.whiten(values.masked_fill(~mask, NAN), mask)
+    close(whitened[mask].mean(), 0)
+    close(whitened[mask].var(correction=0), 1)
+    assert not whitened[~mask].any()
+
+
+def test_whitening_in_float32_keeps_a_small_variance_next_to_a_large_mean():
+    values = 1000 + 0.1 * torch.arange(64.0)
+    expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
+    torch.testing.assert_close(estimators.whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("estimator", OF_SEQUENCES)
 def test_advantages_are_the_estimators_of_the_rewards(make, estimator):
-    """On whose closed forms: test_advantages. The table of completions has them, too."""
+    """The table of completions has them, too."""
     trainer = make(advantage_estimator=estimator)
-    output, rewards = scored(trainer)
+    output = tiny.rolled_out(trainer)
+    rewards = torch.tensor(tiny.reward(tiny.unpadded(output))).double()
     expected = OF_SEQUENCES[estimator](rewards, 4, output["completion_mask"].sum(-1))
     assert output["advantages"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert list(trainer._logs["advantages"]) == pytest.approx(output["advantages"].tolist())
 
 
-def test_ppo_uses_the_critics_values(make):
-    trainer = make(
-        advantage_estimator="gae", critic_kwargs={"gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": False}
-    )
-    with torch.no_grad():
-        trainer.advantages.critic.model.score.weight.normal_(std=0.1)
-    output, rewards = scored(trainer)
-    mask = output["completion_mask"]
-    values = output["troll_values"].double()
-    assert float(values[mask.bool()].std()) > 1e-3
-    advantages, returns = gae(terminal_rewards(rewards, mask), values, mask, 0.9, 0.8)
-    torch.testing.assert_close(output["advantages"].double(), advantages, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(output["troll_returns"].double(), returns, rtol=1e-5, atol=1e-6)
-    means = (output["advantages"] * mask).sum(-1) / mask.sum(-1)
-    assert list(trainer._logs["advantages"]) == pytest.approx(means.tolist())
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("surrogate", ["troll", "clip", "none"])
-def test_ppos_policy_gradient_is_that_of_its_token_advantages(make, surrogate, accumulation):
-    passes = {"gradient_accumulation_steps": accumulation, "steps_per_generation": 2 * accumulation}
-    trainer = make(advantage_estimator="gae", surrogate=surrogate, loss_type="bnpo", **passes)
-    inputs = tiny.rollout(trainer)[0]
-    _, gradients = tiny.loss_and_gradients(trainer, inputs)
-    model = make.model()
-    log_probs, mask = dense.completion_log_probs(model, inputs), dense.scored_mask(inputs)
-    # Old and new policy are equal: every surrogate has the plain policy gradient.
-    (-(log_probs * inputs["advantages"])[mask].mean() / accumulation).backward()
-    tiny.assert_same_gradients(gradients, tiny.gradients(model))
-
-
-def test_a_critic_draws_no_random_numbers_of_the_rollouts(make):
-    ppo, grpo = (scored(make(advantage_estimator=name))[0] for name in ("gae", "group"))
-    assert ppo["completion_ids"].tolist() == grpo["completion_ids"].tolist()
-    states = []
-    for name in ("gae", "group"):
-        make(advantage_estimator=name)
-        states.append(torch.rand(1))
-    assert states[0] == states[1]
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", OURS)
 def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
     """In batches of odd sizes, too."""
     sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 3, "steps_per_generation": 3}
     settings = {"advantage_estimator": estimator, "num_generations": 1, "max_steps": 3, **sizes}
-    if ESTIMATORS[estimator].needs_group:
+    if estimators.ESTIMATORS[estimator].needs_group:
         with pytest.raises(ValueError, match="at least 2 generations"):
             make(**settings)
         return
@@ -87,7 +113,7 @@ def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
     assert len(tiny.logged(trainer, "loss")) == 3
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", OURS)
 def test_every_estimator_trains(make, estimator):
     trainer = make(advantage_estimator=estimator, eval_dataset=tiny.make_dataset(4))
     before = tiny.parameters(trainer.model)
@@ -97,32 +123,47 @@ def test_every_estimator_trains(make, estimator):
     assert tiny.changed(before, trainer.model)
 
 
-def test_the_critic_learns_and_says_so(make):
-    trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-2}, max_steps=32, learning_rate=1e-5)
-    trainer.train()
-    losses = tiny.logged(trainer, "critic/value_loss")
-    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+def furthest(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
+    """The distance from the largest reward of all."""
+    return rewards - rewards.max()
 
 
-def test_warming_up_trains_the_critic_alone(make):
-    """For whole updates, of two micro-batches each."""
-    passes = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "weight_decay": 0.1}
-    for steps, policy_moves in ((3, False), (4, True)):
-        trainer = make(advantage_estimator="gae", critic_kwargs={"warmup_steps": 3}, max_steps=steps, **passes)
-        policy, critic = tiny.parameters(trainer.model), tiny.parameters(trainer.advantages.critic.model)
-        trainer.train()
-        assert bool(tiny.changed(policy, trainer.model)) == policy_moves
-        assert tiny.changed(critic, trainer.advantages.critic.model)
+@pytest.fixture
+def registered() -> Iterator[str]:
+    """The name of an estimator that a user has registered."""
+    register_estimator("furthest", Estimator(furthest))
+    yield "furthest"
+    del estimators.ESTIMATORS["furthest"]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
-    """The critic says so by its values, and `test_critic` by its weights."""
-    settings = {
-        "advantage_estimator": "gae",
-        "critic_kwargs": {"learning_rate": 1e-2},
-        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None,
-    }
-    log = resumed_exactly(interrupted(make, tmp_path, ddp_backend=None, **settings))
-    assert all("critic/value_loss" in entry for entry in log)
-    assert (tmp_path / "checkpoint-2" / CRITIC_FILE).is_file()
+def test_register_estimator_makes_a_function_an_estimator(make, registered):
+    trainer = make(advantage_estimator=registered)
+    output = tiny.rolled_out(trainer)
+    rewards = torch.tensor(tiny.reward(tiny.unpadded(output)))
+    torch.testing.assert_close(output["advantages"], rewards - rewards.max())
+    register_estimator(registered, Estimator(furthest))  # by a module that is loaded again
+    for taken in (registered, "group"):
+        with pytest.raises(ValueError, match=f"must be that of no other estimator, got '{taken}'"):
+            register_estimator(taken, Estimator(estimators.rloo))
+
+
+def test_advantage_estimators_on_the_command_line_are_those_registered_when_it_is_read(registered, tmp_path, capsys):
+    given = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--advantage_estimator"]
+    parser = HfArgumentParser(TrollConfig)  # type: ignore[arg-type]  # it wants a NewType
+    (config,) = parser.parse_args_into_dataclasses([*given, registered])
+    assert config.advantage_estimator == registered
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses([*given, "nearest"])
+    assert "'furthest'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("estimator", LABORATORY_ESTIMATORS)
+def test_an_estimator_of_the_laboratory_is_refused_with_the_place_where_it_is(tmp_path, estimator):
+    """Whether it is imported or not."""
+    with pytest.raises(ValueError, match=f"'{estimator}' needs LabConfig and LabTrainer of troll_lab.trl"):
+        TrollConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator=estimator)
+
+
+def test_an_unknown_estimator_is_refused_with_those_of_this_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"must be one of group, [a-z_, ]*rloo, got 'best'"):
+        TrollConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="best")

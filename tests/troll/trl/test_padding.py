@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tolerance import within
-from tests.troll.huggingface.architectures import small_config, small_model
+from tests.troll.huggingface.architectures import small_config
 from tests.troll.trl import tiny
 from tests.troll.trl.tiny import LOG_PROB_ERROR, rolled_out, unpadded
 from troll.trl import seam
-from troll.trl.advantages.value_model import value_model
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 
@@ -65,18 +63,3 @@ def test_padded_prompts_are_scored_as_they_are_without_padding(make, tmp_path, k
     expected = alone(model, inputs)
     for actual in scores:
         torch.testing.assert_close(actual.detach()[counts], expected[counts], rtol=0, atol=LOG_PROB_ERROR)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_the_critic_values_a_padded_row_as_the_row_itself(lora):
-    critic: Any = value_model(small_model("ministral3"), adapter(lora)).eval()
-    for module in critic.modules():
-        if isinstance(module, nn.Linear) and module.out_features == 1:
-            nn.init.normal_(module.weight)
-    ids = torch.randint(7, 40, (1, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    padded, padded_mask = (nn.functional.pad(x, (5, 0)) for x in (ids, mask))
-    with torch.no_grad():
-        expected = critic(input_ids=ids, attention_mask=mask).logits
-        actual = critic(input_ids=padded, attention_mask=padded_mask).logits[:, 5:]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=within(1e-5))

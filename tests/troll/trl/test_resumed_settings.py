@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.troll.trl.resuming import SETTINGS
+from tests.troll.trl.resuming import SETTINGS, forget
 from troll.trl import TrollConfig, TrollTrainer, resumed_settings
-from troll.trl.checkpoints import MARKER
-from troll.trl.resumed_settings import SETTINGS_FILE, changed_settings, save_settings, settings
+from troll.trl.resumed_settings import changed_settings, settings
 
 SAVED: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -27,9 +26,8 @@ def config(tmp_path: Path, **given: Any) -> TrollConfig:
 
 
 def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    save_settings(settings(config(tmp_path, **before)), tmp_path)
-    json.loads((tmp_path / SETTINGS_FILE).read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    return changed_settings(settings(config(tmp_path, **after)), tmp_path)
+    there = json.dumps(settings(config(tmp_path, **before)), allow_nan=False)  # as in a checkpoint
+    return changed_settings(json.loads(there), settings(config(tmp_path, **after)))
 
 
 @pytest.mark.parametrize(
@@ -72,17 +70,11 @@ def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str
             {"learning_rate": 1e-5, "adam_beta2": 0.9},
             ". The optimizer keeps the learning_rate and the adam_beta2 of the checkpoint",
         ),
-        (
-            {"critic_kwargs": {"learning_rate": 1e-4}},
-            {"critic_kwargs": {"learning_rate": 1e-3}},
-            "critic_kwargs.learning_rate was 0.0001 and is 0.001. The optimizer keeps the critic_kwargs.learning_rate",
-        ),
     ],
 )
 def test_changed_settings_names_each_with_both_values(tmp_path, before, after, says):
     found = change(tmp_path, before, after)
     assert found is not None and says in found and "\n" not in found
-    assert found.startswith(f"resuming from {tmp_path.name} with other settings: ")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +90,7 @@ def test_changed_settings_names_each_with_both_values(tmp_path, before, after, s
         ({}, {"output_dir": "elsewhere", "run_name": "second", "project": "other"}),
         ({}, {"logging_steps": 7, "log_completions": True, "report_to": "none", "disable_tqdm": True}),
         ({}, {"save_steps": 3, "save_total_limit": 2, "save_strategy": "epoch"}),
-        ({}, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 16, "eval_temperature": 0.5}),
+        ({}, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 16}),
         ({}, {"max_steps": 7, "num_train_epochs": 9, "max_grad_norm": 0.1}),
         ({}, {"hub_model_id": "mine", "hub_strategy": "end", "dataloader_num_workers": 2, "vllm_server_port": 8001}),
     ],
@@ -113,8 +105,8 @@ def test_settings_hold_no_secret_and_every_field_of_the_configuration(tmp_path):
     )
     assert "secret" not in json.dumps(held)
     known = {name.partition(".")[0] for name in held}
-    own = {name for name in TrollConfig.__annotations__ if not name.startswith(("_", "eval_"))}
-    assert own - known == {"surrogate_kwargs", "critic_kwargs"}, "dictionaries, of which every entry is a setting"
+    own = {name for name in TrollConfig.__annotations__ if not name.startswith("_") and name != "read_by"}
+    assert own - known == {"surrogate_kwargs"}, "a dictionary, of which every entry is a setting"
     assert held["model_init_kwargs"]["map"] == "object", "no address, which would differ in every run"
 
 
@@ -122,9 +114,8 @@ def test_resumed_training_says_what_differs_and_does_not_unpickle(make, tmp_path
     make(**SAVED).train()
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "training_args.bin").write_bytes(pickle.dumps(print))  # not to be read
-    (checkpoint / MARKER).unlink()
     resumed = make(**{**SAVED, "max_steps": 4, "kl_bound": 0.2, "learning_rate": 3e-3, "weight_decay": 0.1})
-    with pytest.warns(UserWarning, match="with other settings: ") as caught:
+    with pytest.warns(UserWarning, match="^resuming from checkpoint-2 with other settings: ") as caught:
         resumed.train(resume_from_checkpoint=str(checkpoint))
     (line,) = [text for warning in caught if "with other settings" in (text := str(warning.message))]
     assert "kl_bound was 0.05 and is 0.2" in line
@@ -134,13 +125,12 @@ def test_resumed_training_says_what_differs_and_does_not_unpickle(make, tmp_path
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["same settings", "checkpoint without them"])
-@pytest.mark.parametrize("more", [{}, SETTINGS, {"advantage_estimator": "gae"}, {"beta": 0.1}], ids=str)
+@pytest.mark.parametrize("more", [{}, SETTINGS, {"beta": 0.1}], ids=str)
 def test_resumed_training_is_silent_where_nothing_differs(make, tmp_path, without, more):
     given = {**more, **SAVED, "ddp_backend": None}
     make(TrollTrainer, **given).train()
     if without:  # one of TRL's own
-        for name in (SETTINGS_FILE, MARKER):
-            (tmp_path / "checkpoint-2" / name).unlink()
+        forget(tmp_path / "checkpoint-2")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*with other settings")
         make(TrollTrainer, **{**given, "max_steps": 4}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

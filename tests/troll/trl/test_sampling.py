@@ -14,7 +14,6 @@ from tests.tolerance import within
 from tests.troll.trl import tiny, vision
 from tests.troll.trl.engine import Engine, take_the_place_of_vllm
 from troll.trl import TrollConfig, complete, sampling
-from troll.trl.eval_metrics import sampling_temperature
 from troll.trl.old_policy import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 
@@ -206,10 +205,8 @@ def own_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 DOORS: dict[str, dict[str, Any]] = {
-    "chunks": {"generation_chunk_size": 3},
     "rollout function": {"rollout_func": own_rollout},
     "LoRA": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)},
-    "old weights": {"rollout_delay": 1, "anchor": "rollout"},
     "other surrogate": {"surrogate": "kl_penalty"},
     "clip on the kept set": {"surrogate": "clip", "truncated_ratio": True},
 }
@@ -331,18 +328,6 @@ def test_clip_samples_and_learns_as_grpo(make, settings):
     assert torch.equal(one["old_per_token_logps"], other["old_per_token_logps"])
     assert loss == expected
     assert all(torch.equal(gradients[name], x) for name, x in expected_gradients.items())
-
-
-def test_evaluation_samples_without_what_the_file_sets(make):
-    file = {"no_repeat_ngram_size": 1, "typical_p": 0.3, "penalty_alpha": 0.6}
-    trainer = make(model=model_with(file), eval_temperature=0.5, top_k=3)
-    recorder = Recorder()
-    recorder.watch(trainer.model)
-    for temperature, kept in ((0.5, 3), (0.0, SIZE)):
-        recorder.calls.clear()
-        with sampling_temperature(trainer, temperature):
-            trainer._generate_single_turn([[1, 5, 9]], None, {}, 1)
-        assert {int((row > -torch.inf).sum()) for row in recorder.rows()[0]} == {kept}
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from itertools import compress, pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,6 @@ from transformers import TrainerCallback
 
 from tests.troll.trl import tiny
 from troll.grading import Grader, Verdict, leaves_unscored
-from troll.trl.conversations import Conversations
-from troll.trl.eval_metrics import judged_by
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 from troll_lab.rewards.code import CodeGrader, passed_fraction
 
@@ -46,45 +43,6 @@ class Sometimes(Grader):
 def form(completions: Any, **_: Any) -> list[float]:
     """Pays for something else, and for every text."""
     return [len(text) / 8 for text in completions]
-
-
-def ended(accelerator: Any) -> str:
-    """With what a run ends in which nothing can be judged; two of three times for lack of memory."""
-    grader = Sometimes()
-    unscored = UngradedFilter(accelerator, [grader])
-    reasons = ["no process"] if accelerator.process_index == 0 else ["no memory"] * 2
-    grader.latest = [Verdict(None, "program", f"unscored: {reason}") for reason in reasons]
-    batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
-    for _ in range(2):  # training may go on in the same process, and ends again
-        with pytest.raises(NothingJudgedError) as error:
-            for _ in range(3):
-                unscored.count_verdicts()
-                unscored.observe(torch.full((4, 1), torch.nan))
-                unscored.without(batch, Conversations(accelerator).of_rows)
-    return str(error.value)
-
-
-def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
-    """A rollout and an evaluation in which some completions cannot be judged, and runs in which none can."""
-    evaluation = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
-    trainer = make(reward_funcs=[Sometimes(), form], **tiny.halved(SETTINGS), **evaluation)
-    rollout = tiny.rolled_out(trainer)
-    logs = {name: list(trainer._logs[name]) for name in ("completion", "advantages")}
-    metrics = dict(trainer._metrics["train"])
-    evaluated = trainer.evaluate()
-    left_nothing = []
-    for tokens in (trainer.accelerator.process_index, 0):  # of another process, and of none
-        trainer.ungraded.count({"completion_mask": torch.tensor([tokens])})
-        left_nothing.append(trainer.ungraded.left_nothing())
-    return {
-        "rollout": tiny.tensors(rollout),
-        "metrics": metrics,
-        "logs": logs,
-        "evaluated": {name: value for name, value in evaluated.items() if isinstance(value, float)},
-        "left_nothing": left_nothing,
-        "ended": ended(trainer.accelerator),
-        "answers": [verdict.answer for verdict in trainer.eval_metrics._verdicts],
-    }
 
 
 class Never(Grader):
@@ -191,7 +149,6 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
         {"constraint": "sequence", "scale_rewards": "batch"},
         {"advantage_estimator": "rloo"},
         {"advantage_estimator": "reinforce_plus_plus", "num_generations": 6},
-        {"advantage_estimator": "gae"},
         {"entropy_coef": 0.1},
         {"importance_sampling_level": "sequence", "beta": 0.1},
         {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
@@ -200,6 +157,10 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
     ids=str,
 )
 def test_only_what_was_judged_moves_the_model_and_as_without_the_rest(make, settings):
+    assert_only_judged_moves_the_model(make, **settings)
+
+
+def assert_only_judged_moves_the_model(make: tiny.Maker, **settings: Any) -> None:
     trainer = make_one(make, kl_bound=0.01, **{"loss_type": "dapo", **settings})
     trainer.current_gradient_accumulation_steps = 1
     rollout = tiny.rolled_out(trainer)
@@ -221,13 +182,16 @@ def test_only_what_was_judged_moves_the_model_and_as_without_the_rest(make, sett
     ("settings", "judged", "moved"),
     [
         ({}, [True, False, True], [True, True, False, False, True, True]),
-        ({"advantage_estimator": "gae"}, [True, False, True], [True, True, False, False, True, True]),
         # An update of one rollout that was judged and one that was not.
         ({"gradient_accumulation_steps": 4}, [True, False, False, True], [True, True]),
     ],
-    ids=["group", "gae", "accumulated"],
+    ids=["group", "accumulated"],
 )
 def test_an_update_of_nothing_judged_leaves_weights_and_momentum_as_they_are(make, settings, judged, moved):
+    assert_moves_where_judged(make, judged, moved, **settings)
+
+
+def assert_moves_where_judged(make: tiny.Maker, judged: list[bool], moved: list[bool], **settings: Any) -> None:
     weights: list[dict[str, torch.Tensor]] = []
 
     class Keep(TrainerCallback):
@@ -235,13 +199,13 @@ def test_an_update_of_nothing_judged_leaves_weights_and_momentum_as_they_are(mak
             weights.append(state())
 
     def state() -> dict[str, torch.Tensor]:
-        critic = trainer.advantages.critic
+        critic = getattr(trainer, "critic", None)  # of a trainer that has one
         parts: dict[Any, Any] = {"policy": trainer.model.state_dict()}
         parts |= {"critic": critic.model.state_dict()} if critic else {}
         parts |= trainer.optimizer.state_dict()["state"]
         return {f"{part} {name}": value.clone() for part, entry in parts.items() for name, value in entry.items()}
 
-    steps = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
+    steps: dict[str, Any] = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
     trainer = make(reward_funcs=[InTurn(*judged)], callbacks=[Keep()], **steps, **settings)
     trainer.create_optimizer()
     weights.append(state())
@@ -276,7 +240,7 @@ def roll_out(unscored: UngradedFilter, *verdicts: Sequence[Verdict]) -> None:
     unscored.observe(torch.tensor(rewards))
     rows = len(rewards)
     rollout = {"completion_mask": torch.ones(rows, 2), "num_items_in_batch": torch.tensor(2.0 * rows)}
-    unscored.without(rollout, Conversations(ACCELERATOR).of_rows)
+    unscored.without(rollout, lambda values: values)
 
 
 ACCELERATOR: Any = SimpleNamespace(
@@ -325,44 +289,3 @@ def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely(r
     assert [each.rpartition(" ")[2] for each in said] == ["1", "2", "4", "8"]
     for _ in range(4):  # the only answer is judged, so training goes on
         roll_out(unscored, [JUDGED, Verdict(None, None, "unscored: no memory")])
-
-
-def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
-    trainer = make_one(make, resampling_rounds=2)
-    rollout = tiny.rolled_out(trainer)
-    rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
-    assert rows.any() and not (rollout["completion_mask"] * rollout["tool_mask"])[rows].any()
-    assert (rollout["advantages"][rows] == 0).all()
-    (share,) = trainer._metrics["train"]["rewards/unscored"]
-    assert 0 < share < 1
-
-
-def test_another_task_is_judged_by_its_own_functions(make):
-    held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
-    trainer = make_one(make, reward_funcs=[form, Sometimes()], eval_strategy="steps", eval_steps=2, **held_out)
-    assert "eval_rewards/unscored" not in judged_by(trainer, [shy], None).evaluate()
-    assert judged_by(trainer, [Never()], None).evaluate()["eval_rewards/unscored"] == 1.0
-    assert 0 < trainer.evaluate()["eval_rewards/unscored"] < 1
-
-
-def test_two_processes_agree_on_what_is_left_out(left_by_two):
-    found = left_by_two("ddp", "unscored")
-    completions = found[0]["logs"]["completion"]
-    rows = torch.tensor([stuck(text) for text in completions])
-    assert rows.any() and not rows.all()
-    mask = torch.cat([(one["rollout"]["completion_mask"] * one["rollout"]["tool_mask"]).any(1) for one in found])
-    assert mask.tolist() == (~rows).tolist()
-    advantages = torch.cat([one["rollout"]["advantages"] for one in found])
-    torch.testing.assert_close(advantages, expected_advantages(completions), rtol=1e-4, atol=1e-4)
-    tokens = sum((one["rollout"]["completion_mask"] * one["rollout"]["tool_mask"]).sum() for one in found)
-    for one in found:
-        assert float(one["rollout"]["num_items_in_batch"]) == float(tokens)
-        assert one["metrics"]["rewards/unscored"] == [pytest.approx(float(rows.float().mean()))]
-        kept = [text for text in one["answers"] if not stuck(text)]
-        assert one["evaluated"]["eval_rewards/unscored"] == pytest.approx(1 - len(kept) / len(one["answers"]))
-        assert one["evaluated"]["eval_rewards/success/mean"] == pytest.approx(sum(map(success, kept)) / len(kept))
-    assert [one["left_nothing"] for one in found] == [[False, True]] * 2
-    for one in found:
-        assert "3 rollouts in a row, most often because of: no memory" in one["ended"]
-    names = [name for name in found[0]["evaluated"] if "success" in name or "pass@" in name or "unscored" in name]
-    assert len(names) >= 4 and len({tuple(one["evaluated"][name] for name in names) for one in found}) == 1

@@ -154,6 +154,8 @@ class Maker:
 
     model_path: Callable[[str], Path]
     output_dir: Path
+    #: The class of its trainers, where a test names none.
+    trainer_class: type[GRPOTrainer] = TrollTrainer
 
     def model(self, architecture: str = "llama") -> PreTrainedModel:
         """A fresh copy of the tiny model."""
@@ -161,7 +163,7 @@ class Maker:
 
     def __call__(
         self,
-        trainer_class: type[GRPOTrainer] = TrollTrainer,
+        trainer_class: type[GRPOTrainer] | None = None,
         model: str | PreTrainedModel = "llama",
         **given: Any,
     ) -> Any:
@@ -169,10 +171,11 @@ class Maker:
 
         Settings of a `TrollConfig` that a `GRPOConfig` lacks are left out for it.
         """
-        config_class: Any = TrollConfig if issubclass(trainer_class, TrollTrainer) else GRPOConfig
+        trainer_class = trainer_class or self.trainer_class
+        config_class: Any = trainer_class.config if issubclass(trainer_class, TrollTrainer) else GRPOConfig
         settings = {"disable_dropout": True, "output_dir": str(self.output_dir), **DEFAULTS, **given}
-        known = config_class.__dataclass_fields__
-        args = config_class(**{name: value for name, value in settings.items() if name in known})
+        unknown = TrollConfig.__dataclass_fields__.keys() - config_class.__dataclass_fields__.keys()
+        args = config_class(**{k: v for k, v in settings.items() if k not in ARGUMENTS | unknown})
         parts = {"reward_funcs": reward, "train_dataset": make_dataset(), "processing_class": make_tokenizer()}
         parts |= {name: given[name] for name in ARGUMENTS & given.keys() if given[name] is not None}
         return trainer_class(self.model(model) if isinstance(model, str) else model, args=args, **parts)

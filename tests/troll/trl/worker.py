@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch.serialization import register_package
 
-from tests.troll.trl import (
-    distributed_worker,
-    test_conversations,
-    test_critic,
-    test_resampling,
-    test_token_rewards,
-    test_ungraded,
-    tiny,
-)
+from tests.troll.trl import distributed_worker, tiny
 from tests.troll.trl.sharding import fsdp_on_cpu, zero_on_cpu
+from tests.troll_lab.trl import distributed_worker as laboratory
+from tests.troll_lab.trl import test_conversations, test_critic, test_resampling, test_token_rewards, test_ungraded
+from troll.trl import TrollTrainer
+from troll_lab.trl import LabTrainer
 
 #: What either process returns, by the test file that looks at it: of a back end, with a maker of trainers, in a folder.
 Work = Callable[[str, tiny.Maker, Path], dict[str, Any]]
 
-CRITIC, DISTRIBUTED = test_critic.work, distributed_worker.updates
-DDP_ALONE = {
+DISTRIBUTED = distributed_worker.updates
+#: What trains the laboratory's trainer; another start would take longer than to do it here.
+LABORATORY: dict[str, Work] = {
+    "critic": test_critic.work,
+    "laboratory": laboratory.work,
     "conversations": test_conversations.work,
     "resampling": test_resampling.work,
     "token rewards": test_token_rewards.work,
@@ -34,9 +33,9 @@ DDP_ALONE = {
 }
 PARTS: dict[str, dict[str, dict[str, Work]]] = {
     "updates": {
-        "ddp": {"critic": CRITIC, **DDP_ALONE, "distributed": DISTRIBUTED},
-        "fsdp": {"critic": CRITIC, "distributed": DISTRIBUTED},
-        "zero3": {"distributed": DISTRIBUTED},
+        "ddp": {**LABORATORY, "distributed": DISTRIBUTED},
+        "fsdp": {name: LABORATORY[name] for name in ("critic", "laboratory")} | {"distributed": DISTRIBUTED},
+        "zero3": {"laboratory": laboratory.work, "distributed": DISTRIBUTED},
     },
     "the rest": {mode: {"distributed": distributed_worker.the_rest} for mode in ("ddp", "fsdp", "zero3")},
 }
@@ -61,7 +60,9 @@ def main() -> None:
     for name, work in PARTS[part][mode].items():
         own = Path(folder, name)
         own.mkdir(exist_ok=True)
-        results[name] = work(mode, tiny.Maker(lambda architecture: Path(paths[architecture]), own / "out"), own)
+        trainer = LabTrainer if name in LABORATORY else TrollTrainer
+        maker = tiny.Maker(lambda architecture: Path(paths[architecture]), own / "out", trainer)
+        results[name] = work(mode, maker, own)
     assert torch.distributed.get_world_size() == 2
     torch.save(results, Path(folder, f"{torch.distributed.get_rank()}.pt"))
     torch.distributed.destroy_process_group()

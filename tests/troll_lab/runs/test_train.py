@@ -23,7 +23,6 @@ from transformers.integrations import integration_utils
 
 from tests.troll_lab.runs.conftest import logged, short, trainer_with
 from troll.trl import TrollTrainer
-from troll.trl.checkpoints import check_complete
 from troll_lab import recipes
 from troll_lab.evaluation.training_task import TrainingTask, find_training_task
 from troll_lab.lock import locked
@@ -34,6 +33,7 @@ from troll_lab.runs.folders import LOCK, checkpoint_of
 from troll_lab.runs.page_frame import percent
 from troll_lab.runs.train import ProgressLine, RunFiles, train
 from troll_lab.tasks import TaskError, load_task
+from troll_lab.trl.checkpoints import check_complete
 
 
 @pytest.fixture

@@ -6,11 +6,8 @@ attribute of a configuration.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer import utils
 
@@ -140,126 +137,9 @@ def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
         trainer._metrics["train"][name].append(value)
 
 
-def replace_metrics(trainer: Any, metrics: dict[str, float]) -> None:
-    """Replaces the metrics that TRL has just collected for the last rollout, or for a batch of an evaluation."""
-    for name, value in metrics.items():
-        trainer._metrics["train" if trainer.model.training else "eval"][name][-1] = value
-
-
-@dataclass
-class Completions:
-    """The n completions that one process has sampled, and the rewards of the N completions of all processes.
-
-    Attributes:
-        examples: n rows of the data set.
-        output: The result of TRL's `_generate`: lists with an entry for each completion, and values about all of them.
-        extras: n dictionaries of the values that reward functions logged about a completion, by column.
-        rewards: (N, F), by F reward functions.
-    """
-
-    examples: list[dict[str, Any]]
-    output: list[Any]
-    extras: list[dict[str, Any]]
-    rewards: Tensor
-
-    @property
-    def completions(self) -> list[Any]:
-        """The n completions, as reward functions get them."""
-        return self.output[3]
-
-    @property
-    def completion_ids(self) -> list[list[int]]:
-        """The token ids of the n completions."""
-        return self.output[1]
-
-    def _columns(self) -> list[list[Any]]:
-        size = len(self.examples)
-        own = [entry for entry in self.output if isinstance(entry, list) and len(entry) == size]
-        return [self.examples, *own, self.extras]
-
-    def __getitem__(self, place: int) -> list[Any]:
-        """The values of one completion, without its rewards."""
-        return [column[place] for column in self._columns()]
-
-    def __setitem__(self, place: int, completion: list[Any]) -> None:
-        for column, value in zip(self._columns(), completion, strict=True):
-            column[place] = value
-
-
-def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
-    """Calls TRL to generate completions, one for each example of this process, and to compute their rewards."""
-    prompts = [example["prompt"] for example in examples]
-    output = list(trainer._generate(prompts))
-    completion_ids, completions = output[1], output[3]
-    rewards = trainer._calculate_rewards(examples, prompts, completions, completion_ids)
-    pending = {name: values for name, values in trainer._pending_extra_logs.items() if len(values) == len(examples)}
-    extras = [{name: values[i] for name, values in pending.items()} for i in range(len(examples))]
-    trainer._pending_extra_logs.clear()
-    return Completions(list(examples), output, extras, rewards)
-
-
 def completions(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
     """Calls TRL to generate a completion of each prompt, as token ids; with `logprobs` if there is an engine."""
     return trainer._generate_single_turn(prompts, None, {}, 1)
-
-
-@contextmanager
-def unlogged(trainer: Any) -> Iterator[None]:
-    """Keeps completions generated within the context out of TRL's metrics, except for their number of tokens."""
-    kept = trainer._metrics["train"], trainer._pending_metrics
-    before = [{name: list(values) for name, values in metrics.items()} for metrics in kept]
-    try:
-        yield
-    finally:
-        tokens = kept[0]["num_tokens"]
-        for metrics, values in zip(kept, before, strict=True):
-            metrics.clear()
-            metrics.update(values)
-        kept[0]["num_tokens"] = tokens
-
-
-@contextmanager
-def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
-    """A context in which TRL uses these completions and rewards instead of generating and computing its own."""
-    for extra in completions.extras:
-        for name, value in extra.items():
-            trainer._pending_extra_logs[name].append(value)
-    output, rewards = tuple(completions.output), completions.rewards
-    with _replaced(trainer, _generate=lambda *_: output, _calculate_rewards=lambda *_: rewards):
-        yield
-
-
-@contextmanager
-def generating_within(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Makes TRL generate completions within a context, but score and judge them outside of it."""
-    generate = trainer._generate
-
-    def within(*args: Any) -> Any:
-        with context():
-            return generate(*args)
-
-    with _replaced(trainer, _generate=within):
-        yield
-
-
-@contextmanager
-def generated(trainer: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
-    """A context in which TRL uses the result of `change` instead of the result of `_generate`."""
-    generate = trainer._generate
-    with _replaced(trainer, _generate=lambda *args: change(generate(*args))):
-        yield
-
-
-@contextmanager
-def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
-    vars(trainer).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(trainer)[name]
-        vars(trainer).update(before)
 
 
 def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
@@ -286,16 +166,6 @@ def rows_of_an_epoch(trainer: Any) -> int | None:
     return len(sampler) if has_length(sampler) else None
 
 
-def evaluation_order(trainer: Any, dataset: Any) -> list[int]:
-    """The row of each completion of an evaluation, in the order in which TRL evaluates them: shuffled by the seed."""
-    return list(trainer._get_eval_sampler(dataset))
-
-
-def evaluation_metrics(trainer: Any) -> dict[str, list[float]]:
-    """TRL's metrics of the current evaluation: for each, the values of the batches so far."""
-    return trainer._metrics["eval"]
-
-
 def micro_batches_done(trainer: Any) -> int:
     """Forward-backward passes since training began."""
     return int(trainer._step)
@@ -317,22 +187,6 @@ def skip_epochs(loader: Any, epochs: int) -> None:
     if isinstance(sampler, utils.RepeatSampler):  # a stream knows its epoch
         for _ in range(epochs):
             next(iter(sampler), None)
-
-
-def checkpoint_folder(trainer: Any, trial: Any) -> Path:
-    """The folder of the checkpoint that transformers saves at this step."""
-    return Path(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
-
-
-def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Pushes a checkpoint to the hub, as transformers does after saving it."""
-    trainer._push_from_checkpoint(str(checkpoint))
-
-
-def start_table(trainer: Any) -> None:
-    """Gives a trainer its own empty table of completions."""
-    logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
-    trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
 
 
 def generation_defaults() -> dict[str, Any]:
@@ -419,6 +273,4 @@ def _load_and_pack(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-get_callable_name = utils.get_callable_name
 get_config_model_id = utils.get_config_model_id
-nanstd = utils.nanstd

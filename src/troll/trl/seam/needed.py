@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import trl
@@ -43,34 +43,35 @@ SCORING = (
 )
 
 
-def _method(owner: type, name: str, purpose: str, parameters: str = "", uses: str = "") -> Needed:
+def method(owner: type, name: str, purpose: str, parameters: str = "", uses: str = "") -> Needed:
+    """What we need of a method; parameters and names that it uses are written with spaces between them."""
     return Needed(owner, name, purpose, tuple(parameters.split()), tuple(uses.split()))
 
 
 OVERRIDDEN = (
-    _method(
+    method(
         GRPOTrainer,
         "_generate_and_score_completions",
         "a rollout, to which the old policy and other advantages are added",
         "inputs",
-        "_generate _get_per_token_logps_and_entropies _calculate_rewards _logs completion_mask advantages "
+        "_get_per_token_logps_and_entropies _calculate_rewards _logs completion_mask advantages "
         "old_per_token_logps sampling_per_token_logps ref_per_token_logps num_items_in_batch",
     ),
-    _method(
+    method(
         GRPOTrainer,
         "_calculate_rewards",
-        "the rewards of all processes, for advantage estimators and evaluations",
+        "the rewards of all processes, for advantage estimators",
         "inputs prompts completions completion_ids_list",
         "prompts completions completion_ids trainer_state log_extra log_metric",
     ),
-    _method(
+    method(
         GRPOTrainer,
         "_get_per_token_logps_and_entropies",
         "scoring completions, where the old policy is captured",
         "model input_ids attention_mask logits_to_keep compute_entropy compute_aux_loss",
         "labels fused_lm_head log_probs entropy aux_loss",
     ),
-    _method(
+    method(
         GRPOTrainer,
         "_compute_loss",
         "the loss, of a micro-batch in which the old log-probabilities are shifted",
@@ -79,74 +80,58 @@ OVERRIDDEN = (
         "epsilon_low epsilon_high beta use_bias_correction_kl importance_sampling_level "
         "current_gradient_accumulation_steps num_items_in_batch aux_loss_enabled",
     ),
-    _method(GRPOTrainer, "_save_checkpoint", "checkpoints that say whether they are complete", "model trial"),
 )
 
 RELIED_ON = (
-    _method(
+    method(
         GRPOTrainer,
         "__init__",
         "what the trainer keeps",
         "model reward_funcs args",
-        "_metrics _logs reward_func_names reward_weights reward_processing_classes rollout_func generation_config",
+        "_metrics _logs reward_func_names reward_weights rollout_func generation_config",
     ),
-    _method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
-    _method(GRPOTrainer, "_get_train_sampler", "whether the data fills a rollout", uses="generation_batch_size"),
-    _method(GRPOTrainer, "_get_eval_sampler", "the order of evaluations", "eval_dataset"),
-    _method(GRPOTrainer, "log", "that our metrics are averaged and logged with TRL's", uses="_metrics _logs"),
-    _method(
-        GRPOTrainer,
-        "_generate",
-        "further rounds of generation, and further conversations",
-        "prompts",
-        "completion_ids num_tokens rollout_func env_mask eos_token_ids num_input_tokens_seen "
-        "completions/mean_length completions/clipped_ratio completions/mean_terminated_length",
-    ),
-    _method(
+    method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
+    method(GRPOTrainer, "_get_train_sampler", "whether the data fills a rollout", uses="generation_batch_size"),
+    method(GRPOTrainer, "log", "that our metrics are averaged and logged with TRL's", uses="_metrics _logs"),
+    method(
         GRPOTrainer,
         "_generate_single_turn",
         "generation for rollout functions",
         "prompt_ids images multimodal_fields num_generations",
         "_last_loaded_step",
     ),
-    _method(GRPOTrainer, "_get_output_dir", "where checkpoints are", "trial"),
-    _method(GRPOTrainer, "_push_from_checkpoint", "pushing a checkpoint once it is complete", "checkpoint_folder"),
-    _method(GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", "prompts", "input_ids"),
-    _method(
-        GRPOTrainer, "_log_completion_extra", "what reward functions log of completions", uses="_pending_extra_logs"
-    ),
-    _method(GRPOTrainer, "_log_metric", "what reward functions log of rollouts", uses="_pending_metrics"),
+    method(GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", "prompts", "input_ids"),
 )
 
 #: Methods of TRL's `VLLMGeneration`.
 ENGINE = (
-    _method(
+    method(
         VLLMGeneration,
         "__init__",
         "log-probabilities of the likeliest tokens, and the sampler's settings",
         uses="logprobs mode temperature top_k top_p min_p repetition_penalty",
     ),
-    _method(VLLMGeneration, "_init_vllm", "the settings of the engine", uses="llm vllm_client"),
-    _method(VLLMGeneration, "sync_weights", "weights for vLLM on a CPU", uses="_iter_named_params reset_prefix_cache"),
-    _method(VLLMGeneration, "generate", "what the engine reports", "prompts images num_generations"),
+    method(VLLMGeneration, "_init_vllm", "the settings of the engine", uses="llm vllm_client"),
+    method(VLLMGeneration, "sync_weights", "weights for vLLM on a CPU", uses="_iter_named_params reset_prefix_cache"),
+    method(VLLMGeneration, "generate", "what the engine reports", "prompts images num_generations"),
 )
 
 #: How transformers completes the settings of a call of `generate`, and what it does with the scores.
 GENERATION = (
-    _method(
+    method(
         GenerationMixin,
         "_prepare_generation_config",
         "rollouts without what the model's file says",
         "generation_config",
         "update generation_config to_dict defaults_only",
     ),
-    _method(
+    method(
         GenerationMixin,
         "_get_logits_processor",
         "what changes the distribution of rollouts",
         "generation_config input_ids_seq_length encoder_input_ids device",
     ),
-    _method(GenerationConfig, "_get_default_generation_params", "the settings that nobody sets"),
+    method(GenerationConfig, "_get_default_generation_params", "the settings that nobody sets"),
 )
 
 #: Functions of `trl.trainer.utils`, which TRL does not document. TRL 1.14 has no fused head.
@@ -154,9 +139,7 @@ FUNCTIONS = (
     "add_fused_lm_head",
     "FusedCausalLMOutput",
     "RepeatSampler",
-    "get_callable_name",
     "get_config_model_id",
-    "nanstd",
     "use_adapter",
 )
 
@@ -181,12 +164,16 @@ def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, func
         yield "its fused head could not be imported, which takes Triton in TRL 1.15 (pip install triton)"
 
 
-def check() -> None:
-    """Raises ImportError unless the installed TRL fits."""
-    missing = list(differences())
+def refuse(missing: Sequence[str]) -> None:
+    """Raises ImportError if anything is missing, such as the result of `differences`."""
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ImportError(
             f"troll.trl builds on TRL 1.15 and 1.16, and TRL {trl.__version__} is another: {missing[0]}{more}. "
             'Install one of these: pip install "trl>=1.15,<1.17"'
         )
+
+
+def check() -> None:
+    """Raises ImportError unless the installed TRL fits."""
+    refuse(list(differences()))

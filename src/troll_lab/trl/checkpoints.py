@@ -16,7 +16,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from troll.files import json_text, read_json, write_atomically
-from troll.trl.seam import push_checkpoint
+from troll_lab.trl.seam import push_checkpoint
 
 #: The file of a checkpoint that says whether it is complete, and how large its files are.
 MARKER = "checkpoint.json"

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.troll.trl import tiny
 from tests.troll.trl.sharding import whole
-from troll.trl.advantages.critic import CRITIC_FILE, Critic, value_loss
-from troll.trl.config import CriticSettings
+from troll_lab.trl.config import CriticSettings
+from troll_lab.trl.critic import CRITIC_FILE, Critic, value_loss
 
 PROMPT, COMPLETION = 4, 6
 

@@ -14,9 +14,9 @@ from tests.troll.trl import tiny
 from tests.troll.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from troll.huggingface.policies import capture
-from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
-from troll.trl.resampling import draw, equal_groups
+from troll_lab.trl import LabTrainer
+from troll_lab.trl.resampling import draw, equal_groups
 
 #: Three groups, of which the middle one lies on both of two processes.
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 6, "resampling_rounds": 4, "kl_bound": 0.01}
@@ -47,7 +47,7 @@ def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     return {"rollout": tiny.tensors(rollout), "metrics": metrics, "logs": logs, "interrupted": resumed}
 
 
-def make_one(make: tiny.Maker, **settings: Any) -> TrollTrainer:
+def make_one(make: tiny.Maker, **settings: Any) -> LabTrainer:
     return make(**{"reward_funcs": reward, "train_dataset": dataset(), **SETTINGS, **settings})
 
 

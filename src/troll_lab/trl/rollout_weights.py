@@ -12,8 +12,9 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from troll.trl import seam
-from troll.trl.checkpoints import load_state, save_state
+from troll.trl.seam import add_metrics
+from troll_lab.trl.checkpoints import load_state, save_state
+from troll_lab.trl.seam import generating_within
 
 #: The file of a checkpoint that holds the weights that later rollouts are sampled with.
 WEIGHTS_STATE = "rollout_weights.pt"
@@ -54,9 +55,9 @@ class RolloutWeights:
         """A context in which TRL samples one rollout with these weights; logs `sampling/rollouts_behind`, their age."""
         self._weights.append([parameter.detach().clone() for parameter in self._trained()])
         whole = self._trainer.args.anchor == "rollout"
-        with self._sampling() if whole else seam.generating_within(self._trainer, self._sampling):
+        with self._sampling() if whole else generating_within(self._trainer, self._sampling):
             yield
-        seam.add_metrics(self._trainer, {"sampling/rollouts_behind": self.rollouts_behind(anew=False)})
+        add_metrics(self._trainer, {"sampling/rollouts_behind": self.rollouts_behind(anew=False)})
 
     def rollouts_behind(self, *, anew: bool) -> int:
         """The age of the current rollout, in rollouts; with `anew`, that of the next one."""

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from troll.trl.advantages.value_model import value_model
-from troll.trl.checkpoints import load_state, save_state
-from troll.trl.config import TrollConfig
 from troll.trl.monitor import over_processes
 from troll.trust_region.metrics import Tally, masked_total
+from troll_lab.trl.checkpoints import load_state, save_state
+from troll_lab.trl.config import LabConfig
+from troll_lab.trl.value_model import value_model
 
 #: The file that `Critic.save` writes: only one, so that it is replaced as a whole.
 CRITIC_FILE = "critic.pt"
@@ -72,7 +72,7 @@ class Critic:
         self,
         accelerator: Accelerator,
         model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
-        args: TrollConfig,
+        args: LabConfig,
         *,
         peft_config: PeftConfig | None = None,
         model_init_kwargs: dict[str, Any] | None = None,

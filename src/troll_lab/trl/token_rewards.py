@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trl.advantages.estimators import combine_rewards
-from troll.trl.seam import get_callable_name
+from troll.trl.estimators import combine_rewards
+from troll_lab.trl.seam import get_callable_name
 
 
 class Judged(NamedTuple):

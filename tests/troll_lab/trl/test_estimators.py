@@ -1,4 +1,4 @@
-"""Advantage estimators against closed forms on small batches made by hand."""
+"""Estimators of tokens against closed forms on small batches made by hand."""
 
 import math
 from itertools import product
@@ -8,38 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.tolerance import within
-from troll.trl.advantages import estimators
+from tests.troll.trl.test_estimators import NAN, close, float64
+from troll.trl.estimators import ESTIMATORS
+from troll_lab.trl import estimators
 
-NAN = math.nan
-ONES = torch.ones(6, dtype=torch.long)
-
-OF_TOKENS = {name: estimator.of_tokens for name, estimator in estimators.ESTIMATORS.items() if estimator.of_tokens}
-OF_SEQUENCES = {
-    name: estimator.of_sequences for name, estimator in estimators.ESTIMATORS.items() if estimator.of_sequences
-}
-
-
-def float64(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(actual: Tensor, expected: Tensor | list | float) -> None:
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-12, atol=1e-12)
-
-
-def test_rewards_are_weighted_over_the_functions_that_scored():
-    rewards = float64([[1, 2], [NAN, 3], [4, NAN], [NAN, NAN]])
-    combined = estimators.combine_rewards(rewards, torch.tensor([1.0, 0.5]))
-    torch.testing.assert_close(combined, float64([2, 1.5, 4, NAN]), equal_nan=True)
-
-
-def test_rloo_is_the_distance_from_the_mean_of_the_others():
-    # The first group: 1 − 5/2, 2 − 4/2, 3 − 3/2. The second has a completion without a reward.
-    close(estimators.rloo(float64([1, 2, 3, 4, NAN, 10]), 3, ONES), [-1.5, 0, 1.5, -6, 0, 6])
-
-
-def test_rloo_of_a_completion_without_others_is_zero():
-    close(estimators.rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
+OF_TOKENS = {name: of_tokens for name, each in ESTIMATORS.items() if (of_tokens := getattr(each, "of_tokens", None))}
 
 
 # Two groups of three completions, at two positions. The second has a completion without a reward.
@@ -65,47 +38,6 @@ def test_tokens_that_nobody_scored_or_that_are_equal_have_no_advantage(estimator
     assert of_tokens(torch.full((6, 2), 0.1), 3).abs().max() < within(1e-6)
     lonely = torch.tensor([[3.0], [NAN]])
     assert of_tokens(lonely, 2).tolist() == [[0.0], [0.0]]
-
-
-def test_reinforce_plus_plus_whitens_without_groups():
-    # Mean 2, variance 1.
-    close(estimators.reinforce_plus_plus(float64([1, 3, 1, 3]), 2, ONES[:4]), [-1, 1, -1, 1])
-
-
-def test_reinforce_plus_plus_counts_tokens_not_completions():
-    rewards, counts = float64([0, 1, 5, NAN]), torch.tensor([3, 1, 0, 7])
-    tokens = float64([0, 0, 0, 1])
-    mean, std = tokens.mean(), tokens.std(correction=0)
-    # No tokens, or no reward: no part in the mean, and no advantage.
-    close(estimators.reinforce_plus_plus(rewards, 2, counts), [-mean / std, (1 - mean) / std, 0, 0])
-
-
-def test_reinforce_plus_plus_baseline_subtracts_the_group_first():
-    # Differences from the group's mean: −1, 1, −3, 3, and 0 without a comparison; their mean is 0, their variance 20/5.
-    advantages = estimators.reinforce_plus_plus_baseline(float64([1, 3, 4, 10, 7, NAN]), 2, ONES)
-    close(advantages, [-0.5, 0.5, -1.5, 1.5, 0, 0])
-
-
-@pytest.mark.parametrize("estimator", OF_SEQUENCES)
-def test_equal_rewards_or_none_have_no_advantage(estimator):
-    assert OF_SEQUENCES[estimator](torch.full((6,), 0.1), 3, ONES).abs().max() < within(1e-3)
-    assert OF_SEQUENCES[estimator](torch.full((6,), NAN), 3, ONES).tolist() == [0.0] * 6
-
-
-def test_whitened_values_have_mean_zero_and_variance_one():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 100
-    mask = torch.rand(5, 7, generator=generator) < 0.6
-    whitened = estimators.whiten(values.masked_fill(~mask, NAN), mask)
-    close(whitened[mask].mean(), 0)
-    close(whitened[mask].var(correction=0), 1)
-    assert not whitened[~mask].any()
-
-
-def test_whitening_in_float32_keeps_a_small_variance_next_to_a_large_mean():
-    values = 1000 + 0.1 * torch.arange(64.0)
-    expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
-    torch.testing.assert_close(estimators.whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_reward_is_at_the_last_token_of_the_policy():

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 
 from tests.troll.trl import tiny, vision
-from troll.trl.generation import generate_in_chunks, split
+from troll_lab.trl.generation import generate_in_chunks, split
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 

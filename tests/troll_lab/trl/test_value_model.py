@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification
 
+from tests.tolerance import within
+from tests.troll.huggingface.architectures import small_model
 from tests.troll.trl import tiny
-from troll.trl.advantages.value_model import ValueHead, value_model
+from tests.troll.trl.test_padding import adapter
+from troll_lab.trl.value_model import ValueHead, value_model
 
 
 def test_the_head_computes_in_float32_under_autocast():
@@ -106,3 +110,18 @@ def test_dropout_is_off_in_training_too(architecture):
     ids = torch.arange(3, 12).unsqueeze(0)
     torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
     assert policy.config.attention_dropout == 0.5  # its own
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_the_critic_values_a_padded_row_as_the_row_itself(lora):
+    critic: Any = value_model(small_model("ministral3"), adapter(lora)).eval()
+    for module in critic.modules():
+        if isinstance(module, nn.Linear) and module.out_features == 1:
+            nn.init.normal_(module.weight)
+    ids = torch.randint(7, 40, (1, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    padded, padded_mask = (nn.functional.pad(x, (5, 0)) for x in (ids, mask))
+    with torch.no_grad():
+        expected = critic(input_ids=ids, attention_mask=mask).logits
+        actual = critic(input_ids=padded, attention_mask=padded_mask).logits[:, 5:]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=within(1e-5))

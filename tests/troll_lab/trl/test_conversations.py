@@ -20,10 +20,10 @@ from tests.troll.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from troll.grading import Grader, Verdict
 from troll.trl import complete, generation
-from troll.trl.advantages.estimators import ESTIMATORS
-from troll.trl.conversations import Conversation, completion_metrics, read
+from troll.trl.estimators import ESTIMATORS
 from troll.trl.old_policy import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
+from troll_lab.trl.conversations import Conversation, completion_metrics, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*experimental feature", "ignore:.*could not be judged")
 

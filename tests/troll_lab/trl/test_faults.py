@@ -16,10 +16,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.dying import dying, in_new_process
 from tests.troll.trl import tiny
 from tests.troll.trl.processes import launch
-from tests.troll.trl.test_token_rewards import Odd
-from troll.trl import TrollTrainer, checkpoints
-from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
-from troll.trl.rollout_weights import WEIGHTS_STATE
+from tests.troll_lab.trl.test_token_rewards import Odd
+from troll_lab.trl import LabTrainer, checkpoints
+from troll_lab.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
+from troll_lab.trl.rollout_weights import WEIGHTS_STATE
 
 #: Three rollouts of two updates, and as many checkpoints; a critic that moves with every update.
 SETTINGS: dict[str, Any] = {
@@ -45,8 +45,8 @@ class KeepState(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         accelerator, models = self.trainer.accelerator, {"policy": self.trainer.model_wrapped}
-        if self.trainer.advantages.critic is not None:
-            models["critic"] = self.trainer.advantages.critic.model
+        if self.trainer.critic is not None:
+            models["critic"] = self.trainer.critic.model
         self.states[state.global_step] = {
             f"{kind} {name}": value.clone()
             for kind, model in models.items()
@@ -59,10 +59,10 @@ def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | N
     torch.set_num_threads(1)
     callbacks, context = dying(place)
     keep, handler = KeepState(), mock.Mock(level=logging.NOTSET)
-    logger = logging.getLogger("troll.trl.checkpoints")
+    logger = logging.getLogger("troll_lab.trl.checkpoints")
     logger.addHandler(handler)
     make = tiny.Maker(lambda _: model_path, output_dir)
-    keep.trainer = make(TrollTrainer, callbacks=callbacks, **{**SETTINGS, **settings})
+    keep.trainer = make(LabTrainer, callbacks=callbacks, **{**SETTINGS, **settings})
     keep.trainer.add_callback(keep)  # after the trainer's own, so that it sees what that restores and adapts
     with context:
         keep.trainer.train(resume_from_checkpoint=resume)
@@ -165,9 +165,9 @@ def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
     """The launcher ends all of them with an error, and the run goes on from what both had written."""
     arguments = [str(model_path("llama")), str(tmp_path)]
     with pytest.raises(AssertionError, match=r"exitcode +: -9"):
-        launch("tests.troll.trl.test_faults", "ddp", [*arguments, place], tmp_path)
+        launch("tests.troll_lab.trl.test_faults", "ddp", [*arguments, place], tmp_path)
     assert not (tmp_path / "0.pt").exists()
-    resumed = launch("tests.troll.trl.test_faults", "ddp", arguments, tmp_path)
+    resumed = launch("tests.troll_lab.trl.test_faults", "ddp", arguments, tmp_path)
     (line,) = resumed[0]["lines"]
     assert line.startswith("resuming from checkpoint-2 (step 2 of 6)")
     assert ("checkpoint-4 is incomplete" in line) == place.startswith("checkpoint")

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.troll.trl import tiny
+from tests.troll.trl.test_checks import DROPS
 from troll.grading import Grader, Verdict
-from troll.trl import seam
-from troll.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperature
+from troll_lab.trl import seam
+from troll_lab.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperature
 
 REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
 
@@ -181,3 +182,11 @@ def test_vllm_samples_at_the_temperature_of_the_evaluation():
     with sampling_temperature(trainer, 0.0):
         assert trainer.vllm_generation.temperature == 0.0
     assert trainer.vllm_generation.temperature == 1.0
+
+
+@pytest.mark.parametrize(("rows", "settings"), [(0, {}), (3, DROPS)], ids=["none", "less than a batch"])
+def test_an_evaluation_of_nothing_is_refused_where_it_is_asked_for(make, rows, settings):
+    trainer = make(eval_dataset=tiny.make_dataset(9).select(range(rows)), max_steps=2, **settings)
+    trainer.train()  # which evaluates nothing
+    with pytest.raises(ValueError, match=r"^the evaluation set has \d rows to evaluate"):
+        trainer.evaluate()

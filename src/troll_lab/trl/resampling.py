@@ -13,10 +13,11 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
-from troll.trl import seam
-from troll.trl.advantages.estimators import combine_rewards
-from troll.trl.advantages.token_rewards import Judged, speaking
-from troll.trl.checkpoints import load_state, save_state
+from troll.trl.estimators import combine_rewards
+from troll.trl.seam import add_metrics, micro_batches_done
+from troll_lab.trl import seam
+from troll_lab.trl.checkpoints import load_state, save_state
+from troll_lab.trl.token_rewards import Judged, speaking
 
 #: The file of a checkpoint with κ, where it adapts.
 RESAMPLING_STATE = "resampling.pt"
@@ -29,11 +30,11 @@ class Resampling:
     """Replaces the groups of a trainer's rollout whose rewards are all equal; every method runs on every process.
 
     After a rollout's own prompts, further rounds generate completions of other prompts, a whole rollout each time,
-    until every such group has been replaced by one with different rewards, or `TrollConfig.resampling_rounds` rounds
+    until every such group has been replaced by one with different rewards, or `LabConfig.resampling_rounds` rounds
     are over. Only then does TRL score completions and compute advantages, for the final rollout.
 
     Groups with only right answers (equal rewards above 0) may stay, up to a share κ of the rollout's groups:
-    `TrollConfig.resampling_right_share`. With rewards of tokens, κ adapts by DECS's curriculum (arXiv 2509.25827):
+    `LabConfig.resampling_right_share`. With rewards of tokens, κ adapts by DECS's curriculum (arXiv 2509.25827):
     after rollout m, κ ← κ + 0.2 (R_m − R_{m−1}), within [0, 1], with the share R of needed tokens.
 
     Raises:
@@ -94,7 +95,8 @@ class Resampling:
                     break
                 rounds += 1
                 self._replace(found, seam.sample(trainer, others))
-        trainer.observe_rewards(found.rewards, Judged(found.examples, found.completions, found.completion_ids))
+        trainer.observe_rewards(found.rewards)
+        trainer.judged = Judged(found.examples, found.completions, found.completion_ids)
         with seam.sampled(trainer, found):
             yield found.examples
         equal = float(self._equal(first).float().mean())
@@ -102,7 +104,7 @@ class Resampling:
         seam.replace_metrics(trainer, logged | {"frac_reward_zero_std": equal})
         left = float(self._equal(found.rewards).float().mean())
         counts = {"rounds": rounds, "equal_groups": equal, "equal_groups_left": left, "right_share": self._right_share}
-        seam.add_metrics(trainer, {f"resampling/{name}": value for name, value in counts.items()})
+        add_metrics(trainer, {f"resampling/{name}": value for name, value in counts.items()})
 
     def _equal(self, rewards_per_function: Tensor) -> Tensor:
         rewards = combine_rewards(rewards_per_function, self._trainer.reward_weights)
@@ -132,7 +134,7 @@ class Resampling:
         size, dataset = trainer.num_generations, trainer.train_dataset
         prompts = rows * trainer.accelerator.num_processes // size
         # The same on all processes, and in a run that is resumed here.
-        passes = seam.micro_batches_done(trainer) % trainer.args.gradient_accumulation_steps
+        passes = micro_batches_done(trainer) % trainer.args.gradient_accumulation_steps
         seed = f"{trainer.args.seed} {trainer.state.global_step} {passes}"
         drawn = draw(len(dataset), prompts * trainer.args.resampling_rounds, seed)
         first = trainer.accelerator.process_index * rows

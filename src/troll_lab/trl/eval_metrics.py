@@ -14,9 +14,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from troll.grading import Grader, Verdict
-from troll.trl.seam import get_callable_name, start_table
 from troll.trl.ungraded import UngradedFilter
 from troll_lab.evaluation.estimators import task_estimates
+from troll_lab.trl.seam import get_callable_name, start_table
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
@@ -110,7 +110,7 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
     does not show the copy's completions, since a step has only one table.
 
     Args:
-        trainer: The `TrollTrainer`.
+        trainer: The `LabTrainer`.
         reward_funcs: The other task's reward functions; reward models are not taken.
         reward_weights: One weight for each; None for 1.0.
     """

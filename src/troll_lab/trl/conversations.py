@@ -13,8 +13,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from troll.trl import checks, seam
-from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.checks import tokenizer_of
+from troll.trl.seam import add_metrics
+from troll_lab.trl import seam
 
 #: The key under which a rollout function returns, for each prompt, the conversations before the last one.
 EARLIER = "earlier"
@@ -65,7 +66,7 @@ class Conversations:
         counts earlier conversations but drops their rows, since nothing is trained on them.
 
         Args:
-            trainer: The `TrollTrainer` that makes the rollout, or a copy of it.
+            trainer: The `LabTrainer` that makes the rollout, or a copy of it.
             example: A row of its data set.
 
         Raises:
@@ -85,7 +86,7 @@ class Conversations:
         prompts, completions, mask, texts, log_probs, extra, *rest = output
         if EARLIER in extra:
             _refuse(trainer, images)
-        size, pad = len(prompts), checks.tokenizer_of(trainer).pad_token_id
+        size, pad = len(prompts), tokenizer_of(trainer).pad_token_id
         earlier = read(extra.pop(EARLIER, None), size, log_probs is not None)
         nothing = [None] * size
         last = map(Conversation, prompts, completions, mask or nothing, log_probs or nothing)
@@ -111,7 +112,7 @@ class Conversations:
         self._samples = torch.tensor(samples, device=self._accelerator.device)
         number = len(total) / (size * len(processes))
         filled = 1 - len(total) / (length * len(processes))
-        seam.add_metrics(trainer, {"conversations/per_sample": number, "conversations/filled": filled})
+        add_metrics(trainer, {"conversations/per_sample": number, "conversations/filled": filled})
         ids = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
         log_probs = None if log_probs is None else [row.logprobs for row in rows]
         return *ids, [row.mask for row in rows], texts, log_probs, extra, *rest
@@ -123,21 +124,18 @@ class Conversations:
         return rolled_out | {"advantages": rolled_out["advantages"][self._samples]}
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """The value of the sample of each row of this process, (M, ...), from those of all N samples, (N, ...)."""
-        size = len(values) // self._accelerator.num_processes
-        own = values[self._accelerator.process_index * size :][:size]
-        return own if self._samples is None else own[self._samples]
+        """The value of the sample of each row, (M, ...), from those of the samples, (n, ...)."""
+        return values if self._samples is None else values[self._samples]
 
-    def of_samples(self, sums: Tensor) -> Tensor:
-        """Sums over the conversations of each sample of all processes, (N,), from values of this process's rows, (M,).
+    def of_samples(self, values: Tensor) -> Tensor:
+        """Sums over the conversations of each sample, (n,), from values of the rows, (M,).
 
         Fillers count as rows of the first sample, and must be 0.
         """
-        if self._samples is not None:
-            samples = torch.arange(int(self._samples.max()) + 1, device=sums.device).unsqueeze(1)
-            sums = torch.where(self._samples == samples, sums, 0).sum(1)  # in a fixed order
-        gathered: Tensor = self._accelerator.gather(sums)
-        return gathered
+        if self._samples is None:
+            return values
+        samples = torch.arange(int(self._samples.max()) + 1, device=values.device).unsqueeze(1)
+        return torch.where(self._samples == samples, values, 0).sum(1)  # in a fixed order
 
 
 def read(earlier: Any, size: int, log_probs: bool) -> list[list[Conversation]]:
@@ -199,12 +197,13 @@ def _refuse(trainer: Any, images: bool) -> None:
     """Raises ValueError with features that do not support more rows than samples."""
     if images:
         raise ValueError(f"rollout_func cannot return {EARLIER} where the data have images: leave one of them out")
-    if trainer.advantages.critic is not None:
+    if trainer.critic is not None:
         raise ValueError(
             f'advantage_estimator="gae" takes no {EARLIER} of rollout_func: its critic knows no value between '
             "conversations; choose group, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"
         )
-    if ESTIMATORS[trainer.args.advantage_estimator].of_tokens is not None:
+    estimator = trainer.args.own_estimator
+    if estimator is not None and estimator.of_tokens is not None:
         raise ValueError(
             f'advantage_estimator="{trainer.args.advantage_estimator}" takes no {EARLIER} of rollout_func: its rewards '
             "are those of one completion's tokens; choose group, rloo, reinforce_plus_plus or "

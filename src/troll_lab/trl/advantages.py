@@ -1,0 +1,104 @@
+"""Advantages of single tokens: from a critic's values, or from rewards of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+
+from troll.trl.checks import tokenizer_of
+from troll.trl.estimators import combine_rewards
+from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences
+from troll_lab.trl.critic import Critic
+from troll_lab.trl.estimators import TokenAdvantages, token_advantages
+from troll_lab.trl.resampling import equal_groups
+from troll_lab.trl.token_rewards import ask, needed, speaking, worths_of
+
+#: The keys under which TRL's buffer carries the critic's values and targets, and the mask of both, (B, T) each.
+VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask"
+
+
+def with_critic(trainer: Any, critic: Critic, rolled_out: dict[str, Any]) -> dict[str, Any]:
+    """A rollout with the advantages and targets of a critic; TRL's table shows a completion's mean advantage.
+
+    Args:
+        trainer: The `LabTrainer` that makes the rollout.
+        critic: Its critic.
+        rolled_out: This process's part of the rollout.
+    """
+    settings, mask = trainer.args.critic_settings, loss_mask(rolled_out)
+    ids, attention_mask = sequences(rolled_out)
+    values = critic.values(ids, attention_mask, mask.shape[1], trainer.args.per_device_train_batch_size)
+    rewards = combine_rewards(trainer.rollout_rewards, trainer.reward_weights)
+    advantages, returns, counted = token_advantages(
+        trainer.of_rows(rewards),
+        values,
+        mask,
+        settings.gamma,
+        settings.gae_lambda,
+        whitened=settings.whiten_advantages,
+        reduce=trainer.accelerator.reduce,
+    )
+    means = advantages.sum(-1) / counted.sum(-1).clamp(min=1)
+    replace_logged_advantages(trainer, trainer.accelerator.gather(means))
+    return rolled_out | {"advantages": advantages, VALUES: values, RETURNS: returns, VALUE_MASK: counted}
+
+
+def train_critic(critic: Critic, inputs: dict[str, Any]) -> None:
+    """Runs a critic forward and backward on a micro-batch."""
+    critic.train_on(*sequences(inputs), inputs[RETURNS], inputs[VALUES], inputs[VALUE_MASK])
+
+
+def with_token_rewards(trainer: Any, of_tokens: TokenAdvantages, rolled_out: dict[str, Any]) -> dict[str, Any]:
+    """A rollout with the (B, T) advantages of its tokens' rewards; TRL's table shows a completion's mean advantage.
+
+    Args:
+        trainer: The `LabTrainer` that makes the rollout.
+        of_tokens: The estimator.
+        rolled_out: This process's part of the rollout.
+    """
+    mask, gather = loss_mask(rolled_out), trainer.accelerator.gather
+    rewards = trainer.of_rows(trainer.rollout_rewards)
+    places = speaking(trainer.reward_funcs, trainer.reward_weights)
+    said = ask(trainer.reward_funcs, places, rewards, trainer.judged, tokenizer_of(trainer))
+    width = int(gather(torch.tensor([mask.shape[1]], device=mask.device)).max())
+    worths = gather(worths_of(rewards, trainer.reward_weights, said, width))
+    size = trainer.args.num_generations
+    if places:
+        by_position = worths.view(-1, size, width).transpose(1, 2).flatten()
+        equal = equal_groups(by_position, size).view(-1, width).all(1)
+        add_metrics(trainer, {"token_rewards/equal_groups": float(equal.float().mean())})
+        total, count = trainer.accelerator.reduce(needed(rewards, said), reduction="sum").tolist()
+        if count:
+            add_metrics(trainer, {"token_rewards/needed_share": total / count})
+            if trainer.resampling is not None:
+                trainer.resampling.adapt(total / count)
+    advantages = trainer.of_rows(of_tokens(worths, size))[:, : mask.shape[1]] * mask
+    means = advantages.sum(-1) / mask.sum(-1).clamp(min=1)
+    replace_logged_advantages(trainer, gather(means))
+    return rolled_out | {"advantages": advantages}
+
+
+def make_critic(trainer: Any, given: Any) -> Critic:
+    """The critic of a trainer whose model is loaded.
+
+    Args:
+        trainer: The `LabTrainer`.
+        given: The `model` argument of the trainer: a name, or a model.
+    """
+    args, policy = trainer.args, trainer.model
+    other = args.critic_settings.model_name_or_path
+    # The critic's weights are float32 for any policy, so that small steps do not get lost. The policy's revision and
+    # quantisation belong to its own repository.
+    left_out = {"dtype", "device_map"} | ({"revision", "quantization_config"} if other else set())
+    with torch.random.fork_rng(devices=[]):  # so that other estimators with this seed have the same rollouts
+        return Critic(
+            trainer.accelerator,
+            other or (given if isinstance(given, str) else policy),
+            args,
+            peft_config=policy.peft_config[policy.active_adapter] if is_peft_model(policy) else None,
+            model_init_kwargs={
+                name: value for name, value in (args.model_init_kwargs or {}).items() if name not in left_out
+            },
+        )

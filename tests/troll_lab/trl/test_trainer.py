@@ -1,0 +1,82 @@
+"""The laboratory's trainer next to TrollTrainer: whose configuration is whose, and that its defaults change nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.troll.trl import tiny
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.config import LABORATORY_ESTIMATORS
+from troll.trl.estimators import ESTIMATORS
+from troll_lab.trl import LabConfig, LabTrainer
+
+TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime"}
+TIMES |= {"eval_samples_per_second", "eval_steps_per_second"}
+
+#: What the method has: defaults, other estimators and surrogates, adapters of the rollout, and several micro-batches.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "RLOO, KL in the reward": {"advantage_estimator": "rloo", "kl_in_reward": True, "beta": 0.1},
+    "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus", "loss_type": "dapo"},
+    "clip": {"surrogate": "clip"},
+    "diagnostics": {"diagnostics_steps": 2},
+    "resumed": {"save_strategy": "steps", "save_steps": 2},
+}
+
+
+def log(trainer: Any) -> list[dict[str, Any]]:
+    """What a trainer has logged, without times."""
+    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_lab_trainer_is_bit_by_bit_troll_trainer_where_nothing_of_its_own_is_set(make, tmp_path, settings):
+    given = {
+        "kl_bound": 0.01,
+        "eval_dataset": tiny.make_dataset(4),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        **settings,
+    }
+    trained = {}
+    for kind in (TrollTrainer, LabTrainer):
+        trainer = make(kind, output_dir=str(tmp_path / kind.__name__), **given)
+        trainer.train()
+        if "save_steps" in settings:
+            trainer = make(kind, output_dir=str(tmp_path / kind.__name__), **given)
+            trainer.train(resume_from_checkpoint=str(tmp_path / kind.__name__ / "checkpoint-2"))
+        trained[kind] = log(trainer), tiny.parameters(trainer.model)
+    (base, weights), (lab, lab_weights) = trained.values()
+    assert any("trust_region/kl_before_mean" in entry for entry in base) or settings.get("surrogate") == "clip"
+    assert lab == base and [list(entry) for entry in lab] == [list(entry) for entry in base]
+    torch.testing.assert_close(lab_weights, weights, rtol=0, atol=0)
+
+
+def test_each_trainer_refuses_the_configuration_of_the_other(make, tmp_path):
+    common: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    with pytest.raises(
+        TypeError, match=r"must be a TrollConfig, got LabConfig, which .* only troll_lab.trl.LabTrainer"
+    ):
+        TrollTrainer(make.model(), tiny.reward, LabConfig(**common))
+    with pytest.raises(TypeError, match="must be a LabConfig, got TrollConfig: change the name"):
+        LabTrainer(make.model(), tiny.reward, TrollConfig(**common))  # type: ignore[arg-type]  # which is refused
+
+
+def test_the_laboratory_registers_the_estimators_that_the_method_says_it_has():
+    assert {name for name, estimator in ESTIMATORS.items() if estimator.laboratory} == set(LABORATORY_ESTIMATORS)
+
+
+def test_lab_config_adds_no_more_than_it_says():
+    """And `TrollConfig` at most sixteen fields to TRL's."""
+    assert LabConfig.__dataclass_fields__.keys() - TrollConfig.__dataclass_fields__.keys() == {
+        "critic_kwargs",
+        "generation_chunk_size",
+        "resampling_rounds",
+        "resampling_right_share",
+        "rollout_delay",
+        "eval_temperature",
+    }
+    added = TrollConfig.__dataclass_fields__.keys() - tiny.GRPOConfig.__dataclass_fields__.keys()
+    assert len(added) <= 16
