@@ -56,7 +56,7 @@ class Mutant:
     """A change of one place in `src/`, and the tests that notice it.
 
     Attributes:
-        room: The folder of `src/troll`, `troll` for the files directly in it, or `troll_sandbox`.
+        room: The folder of `troll` or `troll_lab`, the package for the files directly in it, or `troll_sandbox`.
         file: The path below `src`.
         line: The number of the line on which the change begins, from 1.
         column: Where on the line it begins, in bytes from the line's first character that is not a blank.
@@ -151,7 +151,7 @@ def plant(source: bytes, mutant: Mutant) -> bytes | None:
 def room_of(file: Path) -> str:
     """The room of a file by its path below `src`."""
     package, *folders = file.parent.parts
-    return folders[0] if folders and package == "troll" else package
+    return folders[0] if folders and package != "troll_sandbox" else package
 
 
 def draw(number: int, seed: int) -> list[Mutant]:
@@ -190,12 +190,11 @@ def tests_of(mutant: Mutant, tree: Path) -> list[list[str]]:
         mutant: The mutant.
         tree: A copy of the project.
     """
-    below = Path(mutant.file).parts[1:] if mutant.room != "troll_sandbox" else Path(mutant.file).parts
-    tests = tree / "tests"
-    mirror = tests.joinpath(*below[:-1], f"test_{below[-1]}")
-    everything = (
-        [str(tests / mutant.room)] if mutant.room != "troll" else [str(path) for path in tests.glob("test_*.py")]
-    )
+    file = tree / "tests" / mutant.file
+    mirror = file.with_name(f"test_{file.name}")
+    package = tree / "tests" / Path(mutant.file).parts[0]
+    folder = package / mutant.room
+    everything = [str(folder)] if folder.is_dir() else [str(path) for path in sorted(package.glob("test_*.py"))]
     if not mirror.is_file():
         return [[*everything, "-x"]]
     return [[str(mirror)], [*everything, "-x", "--deselect", str(mirror.relative_to(tree))]]
