@@ -12,7 +12,9 @@ ELSEWHERE = {
     "src/prime_rl/trainer/rl/loss.py",
     *("benchmarks/results", "docs/assets/katex", "docs/results/tce-metaworld-reach.jsonl"),
 }
-PATH = re.compile(r"(?<![\w./}-])(?:src|tests|docs|examples|benchmarks|experiments|\.github)/[\w.*/-]*[\w*]")
+FOLDERS = r"src|tests|docs|examples|benchmarks|experiments|\.github"
+#: From the root of the checkout or, in backticks, from `src`.
+PATH = re.compile(rf"(?<![\w./}}-])((?:{FOLDERS}|(?<=`)troll(?:_lab|_sandbox)?)/[\w.*/-]*[\w*])")
 MODULE = re.compile(
     r"(?:(?<![\w-])-m\s+|pkg://)((?:troll|troll_lab|troll_sandbox|tests|benchmarks|experiments)\b[\w.]*)"
 )
@@ -28,7 +30,7 @@ def texts() -> dict[str, str]:
 def is_there(path: str) -> bool:
     # A word in capitals stands for any name.
     pattern = "/".join(re.sub(r"^[A-Z]+(?=\.|$)", "*", part) for part in path.split("/"))
-    return path in ELSEWHERE or any(ROOT.glob(pattern))
+    return path in ELSEWHERE or any(ROOT.glob(pattern)) or any((ROOT / "src").glob(pattern))
 
 
 def is_module(name: str) -> bool:

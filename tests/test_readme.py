@@ -88,7 +88,7 @@ def test_what_it_says_of_the_cost_is_measured() -> None:
 def test_options_exist() -> None:
     """Of the commands that the README and the pages show, and those that they mention in a sentence."""
     recipes = pytest.importorskip("troll_lab.recipes", reason="needs TRL")
-    of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll" / "cli.py").read_text()))
+    of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll_lab" / "cli.py").read_text()))
     of_compare = {"seeds", "jobs"}
     of_others = {
         "field",

@@ -138,6 +138,10 @@ def test_rooms_of_troll_import_only_lower_floors() -> None:
     assert lines(each for each, own, other in between if own != other and floor[own] <= floor[other]) == []
 
 
+def test_nothing_imports_the_command() -> None:
+    assert lines(each for each in IMPORTS if is_in(each.module, "troll_lab.cli")) == []
+
+
 def test_laboratory_imports_only_public_rooms_of_troll() -> None:
     """The mathematics is public through `troll` itself."""
     found = [each for each in of("troll_lab") if is_in(each.module, "troll")]
