@@ -160,13 +160,6 @@ def test_no_circle_of_modules() -> None:
     assert circle((each.importer, each.module) for each in IMPORTS if each.module in MODULES) == []
 
 
-@pytest.mark.parametrize("package", ["troll", "troll_lab", "troll_sandbox"])
-def test_no_circle_of_rooms(package: str) -> None:
-    rooms = {(room(each.importer), room(each.module)) for each in of(package) if is_in(each.module, package)}
-    assert len(rooms) > 10
-    assert circle(rooms) == []
-
-
 @pytest.mark.parametrize(
     "line",
     [
