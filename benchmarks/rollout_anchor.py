@@ -28,7 +28,7 @@ from tests.troll.verl.vllm_engine import (
     SamplingParams,
 )
 from troll import PackedPolicy, capture_top
-from troll.trust_region.policy.serialized import to_records
+from troll.verl.records import to_record
 from troll.verl.reported import old_policy_record
 from troll.verl.vllm_rollout import TopLogProbs
 
@@ -118,7 +118,7 @@ def as_objects(rollout: Rollout) -> dict[str, float]:
         sampled = torch.tensor(completion.token_ids)
         own = torch.tensor([row[token] for row, token in zip(rows, completion.token_ids, strict=True)])
         policy = capture_top(ids, values, sampled, own, VOCABULARY, top_k=TOP_K, mass_threshold=MASS_THRESHOLD)
-        to_records(PackedPolicy.of(policy), [len(rows)])
+        to_record(PackedPolicy.of(policy))
     return {"text": frontend - without_text, "frontend": without_text, "records": time.thread_time() - start}
 
 

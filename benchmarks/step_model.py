@@ -142,7 +142,7 @@ class Assumptions:
     response_tokens: float = given(4096, "assumed")
     top_k: float = given(64, "troll's default")
     kept: float = given(64, "slots of a token: top_k, the most; the metric trust_region/support_size of a run")
-    record_bytes: float = given(40, "of a sequence: troll.trust_region.policy.serialized")
+    record_bytes: float = given(40, "of a sequence: troll.verl.records")
     micro_batch: float = given(16_384, "tokens of a pass on a replica, a capture's too: assumed")
     put_record: float = given(40e-6, "CPU seconds of a storage unit: `python -m benchmarks transfer`, a loaded machine")
     put_byte: float = given(0.45e-9, "likewise")

@@ -51,7 +51,7 @@ TORCH: dict[str, tuple[str, ...]] = {
 #: The newest TRL that is refused.
 REFUSED = "trl==1.14.*"
 
-TESTS = tuple(f"tests/{name}" for name in ("huggingface", "trl", "recipes", "runs"))
+TESTS = ("tests/troll/huggingface", "tests/troll/trl", "tests/troll_lab/recipes", "tests/troll_lab/runs")
 
 
 @dataclass(frozen=True)

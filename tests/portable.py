@@ -36,11 +36,11 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ".venv",
         (
             *("tests/troll/trust_region", "--ignore-glob=*_triton.py", "tests/troll/huggingface"),
-            *files("trl", "advantages anchor architectures bounds critic diagnostics distributed estimators loss seam"),
-            *files("trl", "surrogates trainer value_model"),
+            *files("troll/trl", "advantages anchor architectures bounds critic diagnostics distributed estimators"),
+            *files("troll/trl", "loss seam surrogates trainer value_model"),
         ),
     ),
-    "verl": (".venv-verl", files("verl", "agent_loop cpu fsdp hooks loss megatron reported vision vllm_rollout")),
+    "verl": (".venv-verl", files("troll/verl", "agent_loop cpu fsdp hooks loss megatron reported vision vllm_rollout")),
 }
 
 SETTINGS: dict[str, dict[str, str]] = {

@@ -84,7 +84,7 @@ def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
     assert not taken & ({"troll", "torch"} | HEAVY)
 
 
-# troll.trl and troll.verl are imported where their trainers are: tests/troll/trl and tests/verl.
+# troll.trl and troll.verl are imported where their trainers are: tests/troll/trl and tests/troll/verl.
 @pytest.mark.parametrize(
     "package",
     [

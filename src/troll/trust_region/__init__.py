@@ -10,7 +10,7 @@ step            one optimisation step: the new policy is read, projected, and re
 loss            the loss of these numbers
 paper           the paper's own step, to be compared with
 metrics         sums over micro-batches and processes; diagnostics: measurements made once in many steps
-policy/         policies as values: sparse, packed, serialized, or on a given support
+policy/         policies as values: sparse, packed, or on a given support
 reading/        from logits or an LM head to a policy, tile by tile
 probabilities   the floor, divergence and entropy that all of these share; checks: of arguments
 kernels         torch or Triton; a file with the suffix `_triton` has the kernels of the file without it

@@ -125,7 +125,8 @@ def trust_region_step(
     if constraint is None and use_triton(new.logits, new.logits.shape[-1] + 1):
         from . import step_triton
 
-        return step_triton.step(new, old, kl_bound, pull)
+        fields = step_triton.step(new, old, kl_bound, proximal=pull == "proximal")
+        return TrustRegionStep(*fields)  # type: ignore[arg-type]
 
     new_raw = as_float(new.outcomes)
     outcomes = common_outcomes(new, old)

@@ -24,15 +24,19 @@ from .policy.on_support import PolicyOnSupport
 from .policy.sparse import SparsePolicy
 from .probabilities_triton import log_sum_exp, nan_unless_finite, program_of
 from .projection import broadcast_bound
-from .step import Pull, TrustRegionStep
 
 LOG_FLOOR = tl.constexpr(probabilities.LOG_FLOOR)
 
 
-def step(new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, pull: Pull) -> TrustRegionStep:
+def step(
+    new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, *, proximal: bool
+) -> tuple[Tensor | None, ...]:
     """`step.trust_region_step` of two policies on one support, by Newton's method in float32.
 
     Where a tensor of bounds is NaN or not above 0, the token's numbers are NaN.
+
+    Returns:
+        The fields of `TrustRegionStep` up to `entropy`, in its order, each (...).
     """
     shape, k = new.shape, new.token_ids.shape[-1]
     logits, tail_logit = probabilities.as_float(new.logits), probabilities.as_float(new.tail_logit)
@@ -47,8 +51,8 @@ def step(new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, pull
         old.slot.reshape(-1).contiguous(),
     )
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in policies[:3])
-    outputs = _Step.apply(*policies, bound, pull == "proximal", wants_gradient)
-    return TrustRegionStep(*(None if x is None else x.view(shape) for x in outputs))  # type: ignore[arg-type]
+    outputs = _Step.apply(*policies, bound, proximal, wants_gradient)
+    return tuple(None if x is None else x.view(shape) for x in outputs)
 
 
 class _Step(torch.autograd.Function):

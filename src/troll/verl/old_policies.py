@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import PackedPolicy, SparsePolicy
-from troll.trust_region.policy.serialized import from_records, to_records
+from troll.verl.records import from_records, to_record
 from troll.verl.reported import NO_RECORD, without_slots
 from troll.verl.seam import tu
 
@@ -152,8 +152,7 @@ def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> P
         truncated: Whether the rollout used truncated sampling.
 
     Raises:
-        CorruptPolicy: If a record is damaged.
-        ValueError: If there are no records, or they are not of the response tokens, or of policies of the other kind.
+        ValueError: If there are no records, or they are damaged, of other tokens, or of policies of the other kind.
     """
     responses = data["responses"].values()
     policy = from_records([record.to(responses.device) for record in _records(data, vocab_size, truncated)])
@@ -214,7 +213,7 @@ def _records(data: TensorDict, vocab_size: int, truncated: bool) -> list[Tensor]
     unreported = PackedPolicy(empty.int(), empty, empty, empty, empty, 1, vocab_size, 0.0, truncated)
     like = from_records(real[:1]) if real else unreported
     return [
-        record if len(record) > len(NO_RECORD) else to_records(without_slots(len(response), like), [len(response)])[0]
+        record if len(record) > len(NO_RECORD) else to_record(without_slots(len(response), like))
         for record, response in zip(records, data["responses"].unbind(), strict=True)
     ]
 

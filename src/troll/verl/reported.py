@@ -14,10 +14,10 @@ from torch import Tensor
 
 from troll import PackedPolicy
 from troll.trust_region.checks import check_tokens_in
-from troll.trust_region.policy.serialized import from_records, to_records
 from troll.trust_region.policy.sparse import check_capture
 from troll.trust_region.policy.top import LARGEST_TOTAL, SMALLEST_TOTAL
 from troll.trust_region.probabilities import PROBABILITY_FLOOR
+from troll.verl.records import from_records, to_record
 
 
 def old_policy_record(
@@ -58,9 +58,7 @@ def old_policy_record(
             f"{tuple(log_probs.shape)}"
         )
     top_k, mass_threshold = min(top_k, vocab_size), 0.0 if truncated else mass_threshold
-    policy = _packed(token_ids.int(), log_probs.float(), vocab_size, top_k, mass_threshold, truncated)
-    (record,) = to_records(policy, [len(token_ids)])
-    return record
+    return to_record(_packed(token_ids.int(), log_probs.float(), vocab_size, top_k, mass_threshold, truncated))
 
 
 def _packed(
@@ -198,8 +196,7 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
     if not parts:
         return NO_RECORD
     parts.append(without_slots(len(response_ids) - end, parts[-1]))
-    (record,) = to_records(PackedPolicy.cat(parts), [len(response_ids)])
-    return record
+    return to_record(PackedPolicy.cat(parts))
 
 
 def without_slots(positions: int, like: PackedPolicy) -> PackedPolicy:

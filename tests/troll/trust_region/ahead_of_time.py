@@ -136,10 +136,10 @@ def _launch_step() -> Iterator[str]:
         old = SparsePolicy(ids, logits.detach(), row.detach(), ids[:, 0], 1000, 1e-5)
         variant = f"K {k}" + (", entropy" if entropy else "")
         with torch.no_grad():
-            step_triton.step(new, old, bound, "projection")
+            step_triton.step(new, old, bound, proximal=False)
         yield f"{variant}, without gradient"
-        step = step_triton.step(new, old, bound, "projection")
-        outputs = (step.log_ratio, step.regression, step.log_prob, step.entropy)
+        log_ratio, regression, log_prob, *_, of_entropy = step_triton.step(new, old, bound, proximal=False)
+        outputs = (log_ratio, regression, log_prob, of_entropy)
         sum(x.sum() for x in outputs if x is not None).backward()  # type: ignore[union-attr]
         yield variant
 

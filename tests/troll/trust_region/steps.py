@@ -114,7 +114,7 @@ def triton_step(
     pull: Pull = "projection",
 ) -> TrustRegionStep:
     """What `trust_region_step` makes of the kernel's numbers."""
-    return step_triton.step(new, old, kl_bound, pull)
+    return TrustRegionStep(*step_triton.step(new, old, kl_bound, proximal=pull == "proximal"))  # type: ignore[arg-type]
 
 
 def run(

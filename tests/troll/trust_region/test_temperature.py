@@ -10,7 +10,6 @@ import torch
 import troll
 from tests.troll.trust_region.policy.policies import by_pickle, by_torch
 from troll import PackedPolicy, SparsePolicy
-from troll.trust_region.policy.serialized import from_records, to_records
 
 SHAPE, SIZE = (2, 3), 20
 
@@ -47,11 +46,6 @@ CARRIERS: dict[str, Callable[[SparsePolicy], SparsePolicy]] = {
     "packed, in a file": lambda old: by_torch(PackedPolicy.of(old)).unpack(),
     "stacked": lambda old: PackedPolicy.stack(PackedPolicy.of(old).unbind()).unpack(),
     "packed cat": lambda old: PackedPolicy.cat([PackedPolicy.of(old)[:1], PackedPolicy.of(old)[1:]]).unpack(),
-    "records": lambda old: (
-        from_records(to_records(PackedPolicy.of(old.view((old.shape.numel(),))), [2, old.shape.numel() - 2]))
-        .unpack()
-        .view(old.shape)
-    ),
 }
 
 

@@ -31,7 +31,7 @@ from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from troll.trust_region.policy.serialized import to_records
+from tests.troll.verl.records import records_of
 from troll_lab.runs.toy_model import character_tokenizer
 
 PLUG_IN = ("+troll=fsdp",)
@@ -315,7 +315,7 @@ class Actor:
 
 def captured(engine: Any, batch: TensorDict) -> list[Tensor]:
     """The old policies that an engine keeps of a batch, as a record for each sequence."""
-    return to_records(engine.captured.of(batch), batch["responses"].offsets().diff().tolist())
+    return records_of(engine.captured.of(batch), batch["responses"].offsets().diff().tolist())
 
 
 def with_scores(batch: TensorDict, scores: TensorDict) -> TensorDict:

@@ -18,8 +18,8 @@ from tests.troll.verl.actor import Sample, Step
 from troll import Constraint, SparsePolicy, trust_region_step
 from troll import capture as troll_capture
 from troll.trust_region.dual import tolerance as solver_tolerance
-from troll.trust_region.policy.serialized import from_records
 from troll.trust_region.step import Pull
+from troll.verl.records import from_records
 
 #: Terms of the network's longest sums: its MLPs are as wide.
 LONGEST_SUM = 64

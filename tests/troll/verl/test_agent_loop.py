@@ -28,9 +28,9 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from tests.troll.verl.test_reported import SETTINGS, check_slots, engine_rows
-from troll.trust_region.policy.serialized import from_records
 from troll.verl.agent_loop import carry_old_policies
 from troll.verl.old_policies import OLD_POLICIES
+from troll.verl.records import from_records
 from troll.verl.reported import old_policy_record
 from troll_lab.runs.toy_model import character_tokenizer
 

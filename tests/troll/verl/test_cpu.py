@@ -24,7 +24,7 @@ from verl_cpu.rollout import TransformersReplica, TransformersRollout, Transform
 import troll
 from tests.troll.verl.actor import model_folder
 from tests.troll.verl.reference import load
-from troll.trust_region.policy.serialized import from_records
+from troll.verl.records import from_records
 from troll_lab.tasks.reasoning_gym import questions
 
 RESPONSE_LENGTH = 6

@@ -12,7 +12,7 @@ from tests.troll.verl.actor import Actor, as_batch, captured, nested, rollout, t
 from tests.troll.verl.reference import check_left_out
 from tests.troll.verl.worker import left_out
 from troll import PackedPolicy, capture
-from troll.trust_region.policy.serialized import CorruptPolicy, to_records
+from troll.verl.records import to_record
 
 
 def records(scored: TensorDict) -> list[Tensor]:
@@ -22,12 +22,6 @@ def records(scored: TensorDict) -> list[Tensor]:
 def truncated(scored: TensorDict) -> list[Tensor]:
     first, *others = records(scored)
     return [first[:-3], *others]
-
-
-def flipped(scored: TensorDict) -> list[Tensor]:
-    found = records(scored)
-    found[0][-1] ^= 1 << 7
-    return found
 
 
 def of_other_lengths(scored: TensorDict) -> list[Tensor]:
@@ -40,7 +34,7 @@ def of_another_vocabulary(scored: TensorDict) -> list[Tensor]:
     for response in scored["responses"].unbind():
         logits = torch.randn(len(response), 120, generator=generator)
         policy = capture(logits, response, top_k=12, mass_threshold=1e-3)
-        found += to_records(PackedPolicy.of(policy), [len(response)])
+        found.append(to_record(PackedPolicy.of(policy)))
     return found
 
 
@@ -56,33 +50,32 @@ def exchanged(scored: TensorDict) -> list[Tensor]:
     return [second, first, *others]
 
 
-DAMAGE: list[tuple[Callable[[TensorDict], list[Tensor]], type[Exception], str]] = [
-    (truncated, CorruptPolicy, r"record 0 says it has \d+ words and has \d+"),
-    (flipped, CorruptPolicy, "record 0 was damaged: its checksum"),
-    (of_other_lengths, ValueError, r"of other tokens \(\d+\) than its responses \(\d+\): they are not of the same"),
-    (of_another_vocabulary, ValueError, "must have the old policy's 120 tokens, got 99"),
-    (of_another_capture, ValueError, "records must share one top_k"),
-    (exchanged, ValueError, "of other tokens .* they are not of the same rollout"),
+DAMAGE: list[tuple[Callable[[TensorDict], list[Tensor]], str]] = [
+    (truncated, r"record 0 must have \d+ words .* got \d+: it was damaged"),
+    (of_other_lengths, r"of other tokens \(\d+\) than its responses \(\d+\): they are not of the same"),
+    (of_another_vocabulary, "must have the old policy's 120 tokens, got 99"),
+    (of_another_capture, "records must share one top_k"),
+    (exchanged, "of other tokens .* they are not of the same rollout"),
 ]
 
 
-def check_refused(actor: Actor, batch: TensorDict, error: type[Exception], message: str) -> None:
+def check_refused(actor: Actor, batch: TensorDict, message: str) -> None:
     before = actor.parameters()
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         actor.update(batch)
     assert not actor.steps and not actor.engine.optimizer.state
     assert all(torch.equal(value, before[name]) for name, value in actor.parameters().items())
 
 
-@pytest.mark.parametrize(("damaged", "error", "message"), DAMAGE, ids=[damage[0].__name__ for damage in DAMAGE])
+@pytest.mark.parametrize(("damaged", "message"), DAMAGE, ids=[damage[0].__name__ for damage in DAMAGE])
 @pytest.mark.parametrize("packed", [True, False])
 def test_damaged_old_policies_are_refused(
-    damaged: Callable[[TensorDict], list[Tensor]], error: type[Exception], message: str, packed: bool
+    damaged: Callable[[TensorDict], list[Tensor]], message: str, packed: bool
 ) -> None:
     """As an inference engine's reach an update: captured ones do not leave their process."""
     scored = trolled().score(as_batch(rollout()))
     scored["old_policies"] = nested(damaged(scored))
-    check_refused(trolled(packed).reset(anchor="rollout", bypass_mode=True), scored, error, message)
+    check_refused(trolled(packed).reset(anchor="rollout", bypass_mode=True), scored, message)
 
 
 def test_missing_old_policies_are_refused() -> None:
@@ -90,7 +83,7 @@ def test_missing_old_policies_are_refused() -> None:
     actor.score(as_batch(rollout(seed=2)))
     other = trolled(True, "data.train_batch_size=32")
     scored = other.score(as_batch(rollout()))
-    check_refused(actor, scored, ValueError, "2 of 2 sequences .* have no old policy in this process")
+    check_refused(actor, scored, "2 of 2 sequences .* have no old policy in this process")
 
 
 def test_padded_rollouts_of_the_legacy_trainer_are_refused() -> None:
@@ -98,7 +91,7 @@ def test_padded_rollouts_of_the_legacy_trainer_are_refused() -> None:
     scored = actor.score(as_batch(rollout()))
     for name in ("prompts", "responses"):
         scored[name] = scored[name].to_padded_tensor(0)
-    check_refused(actor, scored, ValueError, "must be nested tensors, as verl's v1 trainer makes them")
+    check_refused(actor, scored, "must be nested tensors, as verl's v1 trainer makes them")
 
 
 @pytest.mark.parametrize("reads_head", [True, False])
@@ -117,9 +110,9 @@ def test_a_run_goes_on_after_a_refused_update() -> None:
     actor = trolled()
     scored = actor.score(as_batch(rollout()))
     damaged = scored.copy()
-    damaged["old_policies"] = nested(flipped(scored))
+    damaged["old_policies"] = nested(truncated(scored))
     actor.engine.trust_region = dataclasses.replace(actor.engine.trust_region, anchor="rollout", bypass_mode=True)
-    with pytest.raises(CorruptPolicy):
+    with pytest.raises(ValueError, match="record 0"):
         actor.update(damaged)
     actor.reset().update(scored)
     after = actor.parameters()

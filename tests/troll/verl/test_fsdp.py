@@ -28,8 +28,8 @@ from tests.troll.verl.actor import (
 )
 from tests.troll.verl.reference import Settings, check, check_captured, check_left_out, divided
 from tests.troll.verl.worker import CASES, trained
-from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import response_places
+from troll.verl.records import from_records
 
 BOTH = tuple(itertools.product((True, False), repeat=2))
 

@@ -11,8 +11,8 @@ from verl.utils.py_functional import rename_dict
 
 from tests.tolerance import rounding
 from tests.troll.verl.actor import REPORTED, as_batch, nested, rollout, trolled
+from tests.troll.verl.records import records_of
 from troll import PackedPolicy, capture, trust_region_step
-from troll.trust_region.policy.serialized import to_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.reported import without_slots
@@ -51,7 +51,7 @@ def moved(logits: Tensor) -> Tensor:
 
 
 def report(data: TensorDict, policy: PackedPolicy) -> None:
-    data["old_policies"] = nested(to_records(policy, data["responses"].offsets().diff().tolist()))
+    data["old_policies"] = nested(records_of(policy, data["responses"].offsets().diff().tolist()))
 
 
 @pytest.mark.parametrize("rollout", [{"rollout_top_p": 0.8}, {"rollout_top_k": 5}])

@@ -16,8 +16,8 @@ from verl.workers.engine.utils import pad_packed_inputs
 from verl.workers.utils.padding import no_padding_2_padding
 
 from tests.troll.verl.actor import as_batch, nested, rollout
+from tests.troll.verl.records import records_of
 from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
-from troll.trust_region.policy.serialized import to_records
 from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported, response_places
 from troll.verl.reported import NO_RECORD, without_slots
 
@@ -49,7 +49,7 @@ def captured(data: TensorDict, seed: int = 0, top_k: int = 6) -> SparsePolicy:
 
 def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
     """A record for each sequence, as agent loops put them into a batch."""
-    return nested(to_records(PackedPolicy.of(policy), data["responses"].offsets().diff().tolist()))
+    return nested(records_of(PackedPolicy.of(policy), data["responses"].offsets().diff().tolist()))
 
 
 def same(got: SparsePolicy, wanted: SparsePolicy) -> bool:
@@ -257,7 +257,7 @@ def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
         without_slots(1, packed) if gap else packed[at : at + 1]
         for at, gap in enumerate((of_tool | unreported).tolist())
     ]
-    records = to_records(PackedPolicy.cat(parts), lengths)
+    records = records_of(PackedPolicy.cat(parts), lengths)
     records[2] = NO_RECORD
     data = with_mask(data, [part.long() for part in (~of_tool).split(lengths)])
     data["old_policies"] = nested(records)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from troll import PackedPolicy, SparsePolicy, Truncation, capture, capture_top, trust_region_step
-from troll.trust_region.policy.serialized import from_records, to_records
 from troll.verl import old_policy_record
+from troll.verl.records import from_records, to_record
 from troll.verl.reported import NO_RECORD, Turn, response_record
 
 V, K = 200, 16
@@ -153,7 +153,7 @@ def check_slots(record: Tensor, expected: list[PackedPolicy | int]) -> None:
         if isinstance(part, int):
             assert got.counts.eq(0).all()
         else:
-            assert torch.equal(to_records(got, [length])[0], to_records(part, [length])[0])
+            assert torch.equal(to_record(got), to_record(part))
         at += length
     assert at == policy.shape[0]
 

@@ -12,9 +12,9 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from tests.troll.verl.vllm_engine import AsyncLLM, EngineCoreOutput, LogprobsLists, OutputProcessor, SamplingParams
 from tests.vllm.recorded import MASS_THRESHOLD, PROMPTS, TOP_K, VOCAB_SIZE, Record, check_policy, records
 from troll import capture
-from troll.trust_region.policy.serialized import from_records
 from troll.verl import old_policy_record
 from troll.verl.old_policies import OLD_POLICIES
+from troll.verl.records import from_records
 from troll.verl.vllm_rollout import TopLogProbs, reporting
 
 V, K = 50, 8

@@ -23,7 +23,6 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from troll import PackedPolicy, capture
-from troll.trust_region.policy.serialized import to_records
 from verl_cpu import ROLLOUT
 
 # How long a batch waits for more: requests come one by one, and many in one forward pass cost little more than one.
@@ -148,11 +147,11 @@ class TransformersServer:
             return {}
         # Not at the top: verl is still being imported there.
         from troll.verl.old_policies import OLD_POLICIES
+        from troll.verl.records import to_record
 
         settings = {name: self._trust_region[name] for name in ("top_k", "mass_threshold")}
         policy = capture(log_probs, torch.tensor(token_ids), **settings)
-        (record,) = to_records(PackedPolicy.of(policy), [len(token_ids)])
-        return {OLD_POLICIES: record}
+        return {OLD_POLICIES: to_record(PackedPolicy.of(policy))}
 
 
 class TransformersReplica(RolloutReplica):

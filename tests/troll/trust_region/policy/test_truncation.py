@@ -18,7 +18,6 @@ from tests.troll.trust_region import reference
 from tests.troll.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.metrics import step_tally
-from troll.trust_region.policy.serialized import from_records, to_records
 from troll.trust_region.reading.capture import capture_kept
 from troll.trust_region.step import PULLS, common_outcomes
 
@@ -345,21 +344,15 @@ def test_kept_sets_of_every_source_are_those_of_its_logits(kind):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["padded", "packed", "stacked", "records"])
+@pytest.mark.parametrize("form", ["padded", "packed", "stacked"])
 def test_truncated_policies_of_unequal_slots_are_joined(form):
     wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))
     if form == "padded":
         joined = SparsePolicy.cat([narrow, wide])
     elif form == "packed":
         joined = PackedPolicy.cat([PackedPolicy.of(narrow), PackedPolicy.of(wide)]).unpack()
-    elif form == "stacked":
-        joined = PackedPolicy.stack([*PackedPolicy.of(narrow).unbind(), *PackedPolicy.of(wide).unbind()]).unpack()
     else:
-        records = [
-            *to_records(PackedPolicy.of(narrow.view((6,))), [6]),
-            *to_records(PackedPolicy.of(wide.view((6,))), [6]),
-        ]
-        joined = from_records(records).unpack().view((4, 3))
+        joined = PackedPolicy.stack([*PackedPolicy.of(narrow).unbind(), *PackedPolicy.of(wide).unbind()]).unpack()
     assert joined.top_k == 7
     assert_identical(joined[2:], wide)
     assert torch.equal(joined.token_ids[:2, :, :2], narrow.token_ids) and bool(

@@ -1,0 +1,128 @@
+"""Old policies as records of integers, one for each sequence: the form in which verl's transfer queue carries them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from troll import PackedPolicy
+from troll.trust_region.checks import shared
+from troll.trust_region.policy.sparse import common_temperature
+
+#: The words of a record that come before its counts.
+HEADER = 10
+
+#: The first word: "TRL" and the number of the layout, which a change of the layout or of a word's meaning changes.
+_FORMAT = 0x54524C05
+
+
+def to_record(policy: PackedPolicy) -> Tensor:
+    """Writes the old policies of one sequence as one tensor.
+
+    A record is 40 bytes, 12 for each position and 8 for each slot. In int32 words: format, positions, slots, `top_k`,
+    `vocab_size`, two of `mass_threshold`, whether it is truncated, two of `temperature` (NaN if it is not known); then
+    the count, the bits of the tail's log-probability and the sampled token's slot of each position, and the id and the
+    bits of the log-probability of each slot.
+
+    Args:
+        policy: (T,), the positions of a sequence.
+
+    Returns:
+        A 1-D int32 tensor on the policy's device.
+
+    Raises:
+        ValueError: If the policy is not (T,), or its log-probabilities are not float32.
+    """
+    if len(policy.shape) != 1:
+        raise ValueError(f"policy must have the shape (T,) of one sequence, got {tuple(policy.shape)}")
+    for name in ("log_probs", "tail_log_prob"):
+        dtype = getattr(policy, name).dtype
+        if dtype != torch.float32:
+            raise ValueError(f"policy must have float32 {name}, got {dtype}")
+    temperature = math.nan if policy.temperature is None else policy.temperature
+    threshold, temperature_words = (
+        struct.unpack("<2i", struct.pack("<d", x)) for x in (policy.mass_threshold, temperature)
+    )
+    header = [_FORMAT, policy.shape[0], policy.token_ids.numel(), policy.top_k, policy.vocab_size]
+    header += [*threshold, int(policy.truncated), *temperature_words]
+    bits = (
+        torch.tensor(header, dtype=torch.int32).to(policy.counts.device),
+        policy.counts,
+        policy.tail_log_prob.view(torch.int32),
+        policy.slot,
+        policy.token_ids,
+        policy.log_probs.view(torch.int32),
+    )
+    return torch.cat(bits)
+
+
+def from_records(records: Sequence[Tensor]) -> PackedPolicy:
+    """Undoes `to_record`, for some or all sequences of one capture, in any order.
+
+    It waits for the device once, for all records together. It does not know the tokens that a record came with: compare
+    them with the sampled tokens of the policy.
+
+    Args:
+        records: 1-D int32 tensors on one device.
+
+    Returns:
+        The policy, (N,): the positions of all records one after another.
+
+    Raises:
+        ValueError: If there are no records, one of them is cut short, of another layout or not a record, or they are on
+            several devices or were captured differently.
+    """
+    if not records:
+        raise ValueError("records must hold at least one record, got none")
+    for index, record in enumerate(records):
+        if record.dtype != torch.int32 or record.ndim != 1 or record.numel() < HEADER:
+            raise ValueError(
+                f"record {index} must be 1-D torch.int32 of at least {HEADER} words, got {record.ndim}-D "
+                f"{record.dtype} of {record.numel()}"
+            )
+    shared("records", "device", [record.device for record in records])
+
+    headers = torch.stack([record[:HEADER] for record in records]).tolist()
+    parts = []
+    for index, (record, (layout, positions, slots, *_)) in enumerate(zip(records, headers, strict=True)):
+        if layout != _FORMAT:
+            raise ValueError(
+                f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is no "
+                "record of old policies, or of another version"
+            )
+        words = HEADER + 3 * positions + 2 * slots
+        if record.numel() != words:
+            raise ValueError(
+                f"record {index} must have {words} words for its {positions} positions and {slots} slots, got "
+                f"{record.numel()}: it was damaged on its way"
+            )
+        parts.append(record.split([HEADER, *[positions] * 3, *[slots] * 2]))
+    _, counts, tail_log_prob, slot, token_ids, log_probs = map(torch.cat, zip(*parts, strict=True))
+
+    mass_threshold = shared("records", "mass_threshold", [_double(header[5:7]) for header in headers])
+    temperatures = [_double(header[8:10]) for header in headers]
+    temperature = common_temperature("records", [None if math.isnan(x) else x for x in temperatures])
+    vocab_size = shared("records", "vocab_size", [header[4] for header in headers])
+    truncated = bool(shared("records", "truncated", [header[7] for header in headers]))
+    kept = [header[3] for header in headers]
+    return PackedPolicy(
+        token_ids,
+        log_probs.view(torch.float32),
+        counts,
+        tail_log_prob.view(torch.float32),
+        slot,
+        top_k=max(kept) if truncated else shared("records", "top_k", kept),
+        vocab_size=vocab_size,
+        mass_threshold=mass_threshold,
+        truncated=truncated,
+        temperature=temperature,
+    )
+
+
+def _double(words: Sequence[int]) -> float:
+    """The double of two int32 words."""
+    return struct.unpack("<d", struct.pack("<2i", *words))[0]
