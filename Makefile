@@ -115,7 +115,7 @@ test-compat-trl: setup
 # The oldest and the newest torch. Gigabytes of CUDA packages where pip finds no CPU build.
 test-compat-torch: setup
 	$(BIN)/python tests/compat.py --environments oldest-torch newest-torch \
-		--tests tests/troll/trust_region tests/troll/huggingface tests/troll/trl $(OPTIONS)
+		--tests tests/troll/trust_region tests/troll/huggingface tests/troll/trl tests/troll_lab/trl $(OPTIONS)
 
 test-compat-verl: verl-setup
 	$(VERL_BIN)/python -m tests.troll.verl.compat $(OPTIONS)

@@ -227,6 +227,7 @@ class TrollTrainer(GRPOTrainer):
             kl = self.of_samples(token_kl.sum(-1))
             rewards = rewards - self.args.beta * kl
             seam.add_metrics(self, {"kl": float(kl.sum() / token_counts.sum().clamp(min=1))})
+        assert self.num_generations is not None  # only TRL's annotation allows it
         advantages = estimator.of_sequences(rewards, self.num_generations, token_counts)
         seam.replace_logged_advantages(self, advantages)
         return rolled_out | {"advantages": self.of_rows(advantages)}
