@@ -36,8 +36,9 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ".venv",
         (
             *("tests/troll/trust_region", "--ignore-glob=*_triton.py", "tests/troll/huggingface"),
-            *files("troll/trl", "advantages anchor architectures bounds critic diagnostics distributed estimators"),
-            *files("troll/trl", "loss seam surrogates trainer value_model"),
+            *files("troll/trl", "anchor architectures bounds diagnostics distributed estimators loss seam surrogates"),
+            *files("troll/trl", "trainer"),
+            *files("troll_lab/trl", "advantages critic diagnostics distributed estimators value_model"),
         ),
     ),
     "verl": (".venv-verl", files("troll/verl", "agent_loop cpu fsdp hooks loss megatron reported vision vllm_rollout")),

@@ -142,12 +142,6 @@ def test_nothing_imports_the_command() -> None:
     assert lines(each for each in IMPORTS if is_in(each.module, "troll_lab.cli")) == []
 
 
-def test_laboratory_imports_only_public_rooms_of_troll() -> None:
-    """The mathematics is public through `troll` itself."""
-    found = [each for each in of("troll_lab") if is_in(each.module, "troll")]
-    assert found and lines(each for each in found if room(each.module) == "trust_region") == []
-
-
 @pytest.mark.parametrize("package", ["troll", "troll_lab", "troll_sandbox"])
 def test_private_names_stay_in_their_package(package: str) -> None:
     others = [each for each in IMPORTS if is_in(each.module, package) and not is_in(each.importer, package)]
