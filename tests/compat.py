@@ -51,7 +51,13 @@ TORCH: dict[str, tuple[str, ...]] = {
 #: The newest TRL that is refused.
 REFUSED = "trl==1.14.*"
 
-TESTS = ("tests/troll/huggingface", "tests/troll/trl", "tests/troll_lab/recipes", "tests/troll_lab/runs")
+TESTS = (
+    "tests/troll/huggingface",
+    "tests/troll/trl",
+    "tests/troll_lab/trl",
+    "tests/troll_lab/recipes",
+    "tests/troll_lab/runs",
+)
 
 
 @dataclass(frozen=True)
