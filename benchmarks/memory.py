@@ -16,7 +16,7 @@ from benchmarks.memory_without_data import Batch, Network, generation, parameter
 from troll.trl import TrollConfig
 from troll_lab import recipes
 from troll_lab.recipes import Recipe
-from troll_lab.runs.comparison_tables import markdown_table
+from troll_lab.runs.text import markdown_table
 from troll_lab.runs.toy_model import character_tokenizer
 from troll_lab.runs.toy_network import TOY_MODELS, model_config
 

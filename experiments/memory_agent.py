@@ -20,9 +20,9 @@ from troll.files import read_json
 from troll.trl.conversations import EARLIER
 from troll_lab import recipes
 from troll_lab.runs.build import model_path
-from troll_lab.runs.comparison_tables import markdown_table
 from troll_lab.runs.memory_agent import rollout
 from troll_lab.runs.statistics import paired_difference, seed_mean
+from troll_lab.runs.text import markdown_table
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "memory-agent.jsonl"
 RECIPE, SEEDS = "memory-agent", range(5)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from troll_lab.runs.plot import Scale
+from troll_lab.reports.figures import Scale
+from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class Chart:
     shown: Literal["always", "if logged", "if it changes"] = "always"
 
 
-#: The metric in which TRL logs the mean of a task's `success`.
-SUCCESS = "rewards/success/mean"
-HELD_OUT = f"eval_{SUCCESS}"
-#: The beginning of the names of the trust region's metrics.
-TRUST = "trust_region/"
 #: ε over time.
 BOUND = TRUST + "kl_bound"
 _DIAGNOSTICS = TRUST + "diagnostics/"
