@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib import style
@@ -72,7 +73,7 @@ def picture() -> str:
         return standalone(title, _WIDTH, _HEIGHT, themed_svg(figure, "gaussian", title))
 
 
-def _draw(axes: Axes, policy: Gaussian, colour: str, word: str = "", right: float = 0, **line: float) -> None:
+def _draw(axes: Axes, policy: Gaussian, colour: str, word: str = "", right: float = 0, **line: Any) -> None:
     """A policy as the ellipse on which its density is e^{-1/2} of its maximum: one standard deviation everywhere."""
     angles = torch.linspace(0, 2 * math.pi, 61, dtype=torch.float64)
     points = policy.factor @ torch.stack([angles.cos(), angles.sin()]) + policy.mean.unsqueeze(-1)

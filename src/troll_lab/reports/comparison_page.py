@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os.path
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -105,20 +105,24 @@ def _differences(comparison: Comparison) -> pd.DataFrame:
 
 def _effort(comparison: Comparison) -> pd.DataFrame:
     measure = comparison.measure
-    texts = {
-        f"{measure} before{', %' if measure == 'success' else ''}": (
-            f"{measure}_before",
-            lambda value: formatted(value, measure),
-        ),
-        "final entropy": ("entropy_after", "{:.3f}".format),
-        "time since the last resume": ("seconds", duration),
-        "time in training steps": ("training_seconds", duration),
-    }
-    rows = []
-    for group in comparison.groups:
-        means = {name: (group.mean(key), text) for name, (key, text) in texts.items()}
-        shown = {name: "–" if mean is None else text(mean) for name, (mean, text) in means.items()}
-        rows.append({"": group.label, "runs": len(group.runs)} | shown)
+
+    def mean(group: Group, key: str, text: Callable[[float], str]) -> str:
+        value = group.mean(key)
+        return "–" if value is None else text(value)
+
+    rows = [
+        {
+            "": group.label,
+            "runs": len(group.runs),
+            f"{measure} before{', %' if measure == 'success' else ''}": mean(
+                group, f"{measure}_before", lambda value: formatted(value, measure)
+            ),
+            "final entropy": mean(group, "entropy_after", "{:.3f}".format),
+            "time since the last resume": mean(group, "seconds", duration),
+            "time in training steps": mean(group, "training_seconds", duration),
+        }
+        for group in comparison.groups
+    ]
     return pd.DataFrame(rows)
 
 

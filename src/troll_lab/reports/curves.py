@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -119,12 +119,19 @@ def _draw_held_out(axes: Axes, curve: pd.Series, intervals: Mapping[int, Interva
     ends = [intervals.get(step, (value, value)) for step, value in curve.items()]
     below = [max(0.0, value - low) for value, (low, _) in zip(curve, ends, strict=True)]
     above = [max(0.0, high - value) for value, (_, high) in zip(curve, ends, strict=True)]
-    style = {"fmt": "o", "color": LIGHT["second"], "markersize": 4, "elinewidth": 1, "clip_on": False, "zorder": 3}
+    style: dict[str, Any] = {
+        "fmt": "o",
+        "color": LIGHT["second"],
+        "markersize": 4,
+        "elinewidth": 1,
+        "clip_on": False,
+        "zorder": 3,
+    }
     axes.errorbar(curve.index, curve, [below, above] if intervals else None, **style)
 
 
 def _draw_bound(axes: Axes, bound: pd.Series) -> None:
-    style = {"color": LIGHT["ink"], "linewidth": 1, "linestyle": (0, (4, 3))}
+    style: dict[str, Any] = {"color": LIGHT["ink"], "linewidth": 1, "linestyle": (0, (4, 3))}
     if changes(bound):
         axes.plot(thin(bound, _MOST_POINTS), **style)
     else:

@@ -17,7 +17,6 @@ from troll_lab.runs.recorded import Rows, metric, read_metrics
 
 _CHARTS = (
     Chart(
-        "Curves",
         "Success",
         "share of episodes",
         "percent",
@@ -25,7 +24,6 @@ _CHARTS = (
         "How many episodes end with the task done. Held-out episodes are always the same; bars are 95 % intervals.",
     ),
     Chart(
-        "Curves",
         "Return",
         "mean per episode",
         "linear",
@@ -33,7 +31,6 @@ _CHARTS = (
         "What training maximises.",
     ),
     Chart(
-        "Curves",
         "KL to the policy before",
         "nats, log scale",
         "log",
@@ -42,7 +39,6 @@ _CHARTS = (
         "its bound; means follow the projection by the pull only.",
     ),
     Chart(
-        "Curves",
         "Projected fraction",
         "share of means",
         "percent",
@@ -50,7 +46,6 @@ _CHARTS = (
         "How many means were outside their bound, over the updates of a rollout.",
     ),
     Chart(
-        "Curves",
         "Entropy",
         "nats",
         "linear",
@@ -58,7 +53,6 @@ _CHARTS = (
         "Of the movements' weights. A slow fall is learning; a fast one ends exploration.",
     ),
     Chart(
-        "Curves",
         "Explained variance",
         "of the critic's targets",
         "linear",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from scipy import stats
 
 from troll.files import write_atomically
 from troll_lab.reports.charts import (
@@ -138,11 +137,11 @@ def _sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
     # The charts of a trust region are not missing in a run without one.
     without_region = summary.get("surrogate", "troll") != "troll"
     names = dict.fromkeys(name for row in rows for name in row)
-    every = [*CHARTS, *evaluation_charts(names), *diagnostic_charts(names)]
+    more = {"Evaluation": evaluation_charts(names), "Diagnostics": diagnostic_charts(names)}
     sections = []
-    for title in dict.fromkeys(chart.section for chart in every):
+    for title, charts in {**CHARTS, **more}.items():
         cards, missing = [], []
-        for chart in (chart for chart in every if chart.section == title):
+        for chart in charts:
             data = {key: metric(rows, key) for key in chart.lines}
             if chart.shown == "if it changes" and not any(map(changes, data.values())):
                 continue
@@ -173,6 +172,7 @@ def _note(chart: Chart, rows: Rows) -> str:
         if key.startswith(CONDITIONING):
             both = pd.concat([metric(rows, key), metric(rows, GRADIENT_NORM)], axis=1, join="inner")
             if len(both) > 2 and all(changes(both[column]) for column in both):  # else there is no correlation
-                shown = f"{stats.spearmanr(both[0], both[1]).statistic:+.2f}".replace("-", "−")
+                correlation = both.corr(method="spearman").iloc[0, 1]
+                shown = f"{correlation:+.2f}".replace("-", "−")
                 notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")
     return " ".join(notes)

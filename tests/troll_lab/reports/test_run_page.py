@@ -124,17 +124,25 @@ def test_kl_cards_show_the_bound(page):
         assert (">ε</text>" in page.card(slug)) == slug.startswith("kl-")
 
 
-def heights(card, colour):
-    """The y coordinates (downwards) of the boldest line in `colour`."""
+def line(card, colour):
+    """The points (rightwards, downwards) of the boldest line in `colour`."""
     paths = re.findall(rf'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--{colour}\); stroke-width: 1.6', card)
     assert len(paths) == 1, paths
-    return [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", paths[0])]
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", paths[0])]
+
+
+def heights(card, colour):
+    return [y for _, y in line(card, colour)]
 
 
 def test_lines_follow_the_data(page):
     success, entropy = (heights(page.card(slug), "first") for slug in ("success", "entropy"))
     assert success[0] > success[-1] + 20, "success rises"
     assert entropy[0] < entropy[-1] - 5, "entropy falls"
+    assert ">80 %</text>" in page.card("success"), "a share in per cent"
+    ((left, width),) = re.findall(r'<rect x="(\S+)" y="\S+" width="(\S+)"', page.card("entropy"))
+    last, _ = line(page.card("entropy"), "first")[-1]
+    assert last == pytest.approx(float(left) + float(width) / 1.01, abs=0.1), "the last step is inside of the axes"
     before, after = (heights(page.card("kl-to-the-old-policy-largest-token"), name) for name in ("first", "second"))
     assert max(before) < min(after), "KL before lies above KL after in this run"
 
@@ -321,7 +329,7 @@ def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page
 
 
 def test_a_bound_that_changes_is_a_curve_and_a_line_in_the_kl_cards(tmp_path):
-    rows = [row | {"trust_region/kl_bound": 0.05 / row["step"]} for row in metrics_of(3)]
+    rows = [row | {"trust_region/kl_bound": 0.05 if row["step"] < 9 else 0.02} for row in metrics_of(3)]
     page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))
     assert page.card("kl-bound-ε") is not None
     assert ">ε</text>" in page.card("kl-to-the-old-policy-mean-token")
