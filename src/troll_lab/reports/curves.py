@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -25,7 +26,7 @@ Curves = TypeVar("Curves", pd.Series, pd.DataFrame)
 def thin(curves: Curves, most: int, largest: bool = False) -> Curves:
     """Reduces curves to at most `most` points: means of neighbours, or the largest of them."""
     size, count = max(1, math.ceil(len(curves) / most)), len(curves)
-    groups = curves.groupby([place // size for place in range(count)])
+    groups = curves.groupby(np.arange(count) // size)  # not of a list, which could be one of column names
     # A mean would hide the one step at which a maximum crossed the bound.
     thinned = groups.max() if largest else groups.mean()
     thinned.index = [curves.index[(start + min(start + size, count)) // 2] for start in range(0, count, size)]
