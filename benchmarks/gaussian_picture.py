@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from benchmarks.picture import standalone
 from troll import gaussian
 from troll.files import write_atomically
 from troll.gaussian import Gaussian
-from troll_lab.runs.plot import DARK, LIGHT
+from troll_lab.reports.figures import LIGHT, STYLE, themed_svg
 
 FILE = Path(__file__).parents[1] / "docs" / "assets" / "gaussian.svg"
 
@@ -30,8 +34,7 @@ OLD, NEW = _policy((0.0, 0.0), (1.0, 0.75, 0.5)), _policy((2.1, 1.0), (0.55, -0.
 SHARES = (0.02, 0.1, 0.3, 0.6)
 SOLID = 2
 
-WIDTH, HEIGHT, PANEL, SCALE = 900, 260, 225, 44
-LEFT, BASE = 64, 156
+_WIDTH, _HEIGHT = 900, 260  # points, of which matplotlib has 72 to an inch
 
 
 def panels() -> dict[str, list[Gaussian]]:
@@ -53,57 +56,30 @@ def panels() -> dict[str, list[Gaussian]]:
 
 def picture() -> str:
     """All of the SVG."""
-    drawn = "\n".join(
-        f'<g transform="translate({PANEL * i})">{_panel(name, policies)}</g>'
-        for i, (name, policies) in enumerate(panels().items())
-    )
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">
-<title>An old and a new Gaussian policy, and the projected policy in four trust regions as the bound grows</title>
-<style>
-svg {{ {_variables(LIGHT)} font: 13px system-ui, sans-serif; fill: var(--ink); }}
-@media (prefers-color-scheme: dark) {{ svg {{ {_variables(DARK)} }} }}
-path {{ fill: none; stroke-width: 1.4; }} .faint {{ stroke-opacity: 0.4; }} .solid {{ stroke-width: 2.4; }}
-path.old {{ stroke: var(--soft); }} path.new {{ stroke: var(--second); }} path.q {{ stroke: var(--first); }}
-text.old {{ fill: var(--soft); }} text.new {{ fill: var(--second); }} text.q {{ fill: var(--first); }}
-</style>
-<rect width="{WIDTH}" height="{HEIGHT}" rx="8" style="fill: var(--card)"/>
-{drawn}
-</svg>
-"""
+    with style.context(["default", STYLE | {"font.size": 13}]):
+        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
+        for number, (name, policies) in enumerate(panels().items()):
+            axes = figure.add_axes((number / 4, 0, 1 / 4, 0.9), xlim=(-1.45, 3.65), ylim=(-2.35, 3.0), aspect="equal")
+            axes.axis("off")
+            axes.text(0.5, 1, name, transform=axes.transAxes, color=LIGHT["ink"], ha="center", va="center")
+            _draw(axes, OLD, LIGHT["soft"], "p", -0.1)
+            _draw(axes, NEW, LIGHT["second"], "p̃", 0.2)
+            for place, policy in enumerate(policies):
+                if place == SOLID:
+                    _draw(axes, policy, LIGHT["first"], "q", 0, linewidth=2.4)
+                else:
+                    _draw(axes, policy, LIGHT["first"], alpha=0.4)
+        title = "An old and a new Gaussian policy, and the projected policy in four trust regions as the bound grows"
+        return standalone(title, _WIDTH, _HEIGHT, themed_svg(figure, "gaussian", title))
 
 
-def _panel(name: str, policies: list[Gaussian]) -> str:
-    ellipses = [_ellipse(OLD, "old"), _ellipse(NEW, "new")]
-    ellipses += [_ellipse(q, "q solid" if i == SOLID else "q faint") for i, q in enumerate(policies)]
-    words = [
-        _word(OLD.mean, "old", "p", -10),
-        _word(NEW.mean, "new", "p̃", 4),
-        _word(policies[SOLID].mean, "q", "q", -4),
-    ]
-    title = f'<text x="{PANEL / 2}" y="26" text-anchor="middle">{name}</text>'
-    return "".join((title, *ellipses, *words))
-
-
-def _word(mean: Tensor, kind: str, word: str, right: float) -> str:
-    x, y = _place(mean)
-    return f'<text x="{x + right:.1f}" y="{y + 4:.1f}" class="{kind}">{word}</text>'
-
-
-def _ellipse(policy: Gaussian, kind: str) -> str:
-    """Where the density is e^{-1/2} of its maximum: one standard deviation in every direction."""
+def _draw(axes: Axes, policy: Gaussian, colour: str, word: str = "", right: float = 0, **line: Any) -> None:
+    """A policy as the ellipse on which its density is e^{-1/2} of its maximum: one standard deviation everywhere."""
     angles = torch.linspace(0, 2 * math.pi, 61, dtype=torch.float64)
-    circle = torch.stack([angles.cos(), angles.sin()])
-    points = (policy.factor @ circle).mT + policy.mean
-    return f'<path class="{kind}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in map(_place, points))}Z"/>'
-
-
-def _place(point: Tensor) -> tuple[float, float]:
-    x, y = point.tolist()
-    return LEFT + SCALE * x, BASE - SCALE * y
-
-
-def _variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {colours[name]};" for name in ("card", "ink", "soft", "first", "second"))
+    points = policy.factor @ torch.stack([angles.cos(), angles.sin()]) + policy.mean.unsqueeze(-1)
+    axes.plot(*points.tolist(), color=colour, clip_on=False, **{"linewidth": 1.4, **line})
+    x, y = policy.mean.tolist()
+    axes.text(x + right, y, word, color=colour, ha="center", va="center")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from trl import get_peft_config
 from benchmarks.memory_without_data import Batch, Network, generation, parameters, score, update
 from troll_lab import recipes
 from troll_lab.recipes import Recipe
-from troll_lab.runs.comparison_tables import markdown_table
+from troll_lab.runs.text import markdown_table
 from troll_lab.runs.toy_model import character_tokenizer
 from troll_lab.runs.toy_network import TOY_MODELS, model_config
 from troll_lab.trl import LabConfig

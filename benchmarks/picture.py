@@ -7,27 +7,37 @@ on a strip that CSS moves, and one of them is seen at a time. For readers who pr
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from markupsafe import Markup
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle
 from torch import Tensor
 
 import troll
 from troll.files import write_atomically
-from troll_lab.runs.plot import DARK, LIGHT
+from troll_lab.reports.figures import LIGHT, STYLE, themed_svg
+from troll_lab.reports.page import render
 
 FILE = Path(__file__).parents[1] / "docs" / "assets" / "projection.svg"
 
 OLD, NEW = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.35, 0.15], [0.15, 0.22, 0.63]))
-FRAMES, STILL = 150, 80
+FRAMES, STILL = 100, 53
 #: From a ball that is hardly seen to one that holds the new policy; below -log max p, so that the ball is inside.
 BOUNDS = torch.logspace(math.log10(0.004), math.log10(0.68), FRAMES, dtype=torch.float64)
 #: Points on the boundary of a ball.
 AROUND = 64
-
-WIDTH, HEIGHT, SIDE, LEFT, BASE = 720, 350, 320, 40, 318
-BARS, BAR, TALL = 430, 22, 220
 SECONDS = 12
+
+_WIDTH, _HEIGHT = 720, 350  # points, of which matplotlib has 72 to an inch
+_BAR = 0.24
+_OLD, _NEW, _Q = LIGHT["soft"], LIGHT["second"], LIGHT["first"]
 
 
 def main() -> None:
@@ -60,98 +70,98 @@ def picture() -> str:
     """All of the SVG."""
     found, rings = projected(), boundaries()
     policies = found.log_probs.exp()
+    with style.context(["default", STYLE | {"font.size": 13}]):
+        frames = [
+            _frame(i, policies[i], rings[i], BOUNDS[i].item(), multiplier)
+            for i, multiplier in enumerate(found.multiplier.tolist())
+        ]
+        title = "The projection of a new policy onto a ball around the old one, as the bound changes"
+        return standalone(title, _WIDTH, _HEIGHT, _background(), frames)
+
+
+def standalone(title: str, width: int, height: int, background: Markup, frames: Sequence[Markup] = ()) -> str:
+    """A file of its own from drawings of this size in the page's colours, with coordinates of two decimals.
+
+    So it is smaller, and the last digits of another machine's numbers do not change it.
+
+    Args:
+        title: The title for screen readers.
+        width: The width in points.
+        height: The height in points.
+        background: The drawing below the others.
+        frames: Drawings of which one is seen at a time.
+    """
+    svg = render(
+        "picture.svg",
+        folder=Path(__file__).parent,
+        title=title,
+        width=width,
+        height=height,
+        background=background,
+        frames=frames,
+        still=STILL,
+        seconds=SECONDS,
+    )
+    return re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.2f}", svg)
+
+
+def _panels() -> tuple[Figure, Axes, Axes]:
+    """An empty figure with the axes of the triangle and of the bars."""
+    figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
+    triangle = figure.add_axes((0.05, 0.09, 0.46, 0.82), xlim=(0, 1), ylim=(0, math.sqrt(3) / 2))
+    bars = figure.add_axes((0.58, 0.09, 0.4, 0.82), xlim=(-0.5, 2.5), ylim=(0, 1.3))
+    for axes in (triangle, bars):
+        axes.axis("off")
+    triangle.set_aspect("equal")
+    return figure, triangle, bars
+
+
+def _background() -> Markup:
+    """What every bound has in common: the triangle, both policies, and the line along which the projection moves."""
+    figure, triangle, bars = _panels()
     path = projected(torch.logspace(-6, 0, 60, dtype=torch.float64)).log_probs.exp()  # to where nothing is projected
-    frames = "\n".join(
-        f'<g transform="translate({WIDTH * i})">{_frame(policies[i], rings[i], BOUNDS[i].item(), multiplier)}</g>'
-        for i, multiplier in enumerate(found.multiplier.tolist())
-    )
-    corners = [_place(corner) for corner in torch.eye(3)]
-    names = "".join(
-        f'<text x="{x:.1f}" y="{y + dy}" class="soft" text-anchor="middle">{name}</text>'
-        for name, (x, y), dy in zip("ABC", corners, (20, 20, -8), strict=True)
-    )
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">
-<title>The projection of a new policy onto a ball around the old one, as the bound changes</title>
-<style>
-svg {{ {_variables(LIGHT)} font: 13px system-ui, sans-serif; fill: var(--ink); }}
-@media (prefers-color-scheme: dark) {{ svg {{ {_variables(DARK)} }} }}
-.soft {{ fill: var(--soft); }} .line {{ fill: none; stroke: var(--soft); }} .old {{ fill: var(--soft); }}
-.new {{ fill: var(--second); }} .q {{ fill: var(--first); }}
-.ball {{ fill: var(--first); fill-opacity: 0.14; stroke: var(--first); stroke-linejoin: round; }}
-#strip {{ transform: translateX(-{WIDTH * STILL}px); }}
-@media (prefers-reduced-motion: no-preference) {{
-#strip {{ animation: {SECONDS}s steps({FRAMES}, jump-none) -{SECONDS * STILL / FRAMES:.1f}s infinite alternate grow; }}
-}}
-@keyframes grow {{ from {{ transform: none; }} to {{ transform: translateX(-{WIDTH * (FRAMES - 1)}px); }} }}
-</style>
-<rect width="{WIDTH}" height="{HEIGHT}" rx="8" style="fill: var(--card)"/>
-<path d="{_path(torch.eye(3))}Z" class="line"/>
-{names}
-<path d="{_path(path)}" class="line" stroke-dasharray="3 4"/>
-{_bars()}
-{_dot(OLD, "old", "old p", -10)}
-{_dot(NEW, "new", "new p̃", -10)}
-<g id="strip">
-{frames}
-</g>
-</svg>
-"""
+    corners = torch.eye(3)
+    triangle.plot(*_places(corners[[0, 1, 2, 0]]), color=LIGHT["soft"], linewidth=1, clip_on=False)
+    triangle.plot(*_places(path), color=LIGHT["soft"], linewidth=1, linestyle=(0, (3, 4)), clip_on=False)
+    for name, x, y, down in zip("ABC", *_places(corners), (1, 1, -1), strict=True):
+        _name(triangle, (x, y), name, (0, -14 * down), LIGHT["soft"])
+    for policy, colour, place, name in ((OLD, _OLD, -1, "old p"), (NEW, _NEW, 1, "new p̃")):
+        _dot(triangle, policy, colour, name, -10)
+        bars.bar([i + place * _BAR for i in range(3)], policy.tolist(), 0.9 * _BAR, color=colour, clip_on=False)
+    bars.axhline(0, color=LIGHT["soft"], linewidth=1, clip_on=False)
+    for place, name in enumerate("ABC"):
+        _name(bars, (place, 0), name, (0, -14), LIGHT["soft"])
+    return themed_svg(figure, "background", "")
 
 
-def _variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {colours[name]};" for name in ("card", "ink", "soft", "rule", "first", "second"))
-
-
-def _place(policy: Tensor) -> tuple[float, float]:
-    """Where a policy is in the triangle: the corners are those that are certain of A, B and C."""
-    _, b, c = policy.tolist()
-    return LEFT + SIDE * (b + c / 2), BASE - SIDE * math.sqrt(3) / 2 * c
-
-
-def _path(policies: Tensor) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in map(_place, policies))
-
-
-def _dot(policy: Tensor, kind: str, name: str, right: float) -> str:
-    x, y = _place(policy)
-    anchor = "end" if right < 0 else "start"
-    return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="{kind}"/>'
-        f'<text x="{x + right:.1f}" y="{y + 4:.1f}" class="{kind}" text-anchor="{anchor}">{name}</text>'
-    )
-
-
-def _bar(outcome: int, place: int, share: float, kind: str) -> str:
-    x, height = BARS + 90 * outcome + (BAR + 2) * place, TALL * share
-    return f'<rect x="{x}" y="{BASE - height:.1f}" width="{BAR}" height="{height:.1f}" class="{kind}"/>'
-
-
-def _bars() -> str:
-    """Those that stay: the old and the new policy's probabilities."""
-    bars = [
-        _bar(outcome, place, policy[outcome].item(), kind)
-        for outcome in range(3)
-        for place, policy, kind in ((0, OLD, "old"), (2, NEW, "new"))
-    ]
-    middle = BARS + (3 * BAR + 4) / 2
-    names = [
-        f'<text x="{middle + 90 * outcome}" y="{BASE + 20}" class="soft" text-anchor="middle">{name}</text>'
-        for outcome, name in enumerate("ABC")
-    ]
-    line = f'<path d="M{BARS - 8} {BASE}H{BARS + 180 + 3 * BAR + 12}" class="line"/>'
-    return "".join((*bars, *names, line))
-
-
-def _frame(policy: Tensor, ring: Tensor, bound: float, multiplier: float) -> str:
+def _frame(number: int, policy: Tensor, ring: Tensor, bound: float, multiplier: float) -> Markup:
     """What a bound changes: the ball, the projected policy, and what is said about it."""
+    figure, triangle, bars = _panels()
+    triangle.fill(*_places(ring), facecolor=to_rgba(_Q, 0.14), edgecolor=_Q, linewidth=1, clip_on=False)
+    _dot(triangle, policy, _Q, "q", 9)
+    bars.bar(range(3), policy.tolist(), 0.9 * _BAR, color=_Q, clip_on=False)
     says = f"projected, η = {multiplier:.2f}" if multiplier > 0 else "within the ball: q = p̃"
-    return (
-        f'<path d="{_path(ring)}Z" class="ball"/>'
-        f"{_dot(policy, 'q', 'q', 9)}"
-        f"{''.join(_bar(outcome, 1, policy[outcome].item(), 'q') for outcome in range(3))}"
-        f'<text x="{BARS - 8}" y="40" style="font-size: 20px">ε = {bound:.3f}</text>'
-        f'<text x="{BARS - 8}" y="64" class="soft">{says}</text>'
-    )
+    bars.text(-0.5, 1.24, f"ε = {bound:.3f}", fontsize=20, color=LIGHT["ink"])
+    bars.text(-0.5, 1.13, says, color=LIGHT["soft"])
+    return themed_svg(figure, f"frame-{number}", "")
+
+
+def _places(policies: Tensor) -> tuple[list[float], list[float]]:
+    """Where policies are in the triangle: the corners are those that are certain of A, B and C."""
+    _, b, c = policies.unbind(-1)
+    return (b + c / 2).tolist(), (math.sqrt(3) / 2 * c).tolist()
+
+
+def _dot(axes: Axes, policy: Tensor, colour: str, name: str, right: float) -> None:
+    (x,), (y,) = _places(policy.unsqueeze(0))
+    axes.add_patch(Circle((x, y), 0.0155, color=colour, linewidth=0, clip_on=False))
+    _name(axes, (x, y), name, (right, 0), colour, "right" if right < 0 else "left")
+
+
+def _name(
+    axes: Axes, place: tuple[float, float], name: str, offset: tuple[float, float], colour: str, align: str = "center"
+) -> None:
+    axes.annotate(name, place, offset, textcoords="offset points", color=colour, ha=align, va="center")
 
 
 if __name__ == "__main__":

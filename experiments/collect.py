@@ -26,10 +26,9 @@ from experiments.table import (
 from troll.files import flat, read_json, write_atomically
 from troll.trl.surrogates import SURROGATES, settings_read
 from troll_lab import recipes
-from troll_lab.runs.charts import SUCCESS, TRUST
 from troll_lab.runs.comparison import read_comparison
 from troll_lab.runs.grid import PlannedRun
-from troll_lab.runs.recorded import Run, metric_points, number
+from troll_lab.runs.recorded import SUCCESS, TRUST, Run, metric, number
 
 # Settings with their own column, and settings of a run's output only.
 _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resume_from_checkpoint", "use_cpu"}
@@ -105,7 +104,7 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         phase=phase,
         success_before=number(run.summary.get("success_before")),
         success_after=success,
-        right_before=next((value for _, value in metric_points(run.rows, "rewards/right/mean")), None),
+        right_before=next(iter(metric(run.rows, "rewards/right/mean").tolist()), None),
         right_after=_after(run, "right"),
         formatted_after=_after(run, "formatted"),
         eval_size=eval_size,
@@ -113,7 +112,7 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         sequence_kl=_mean(run, f"{TRUST}diagnostics/sequence_kl"),
         completions=completions,
         curve=curve,
-        entropy=tuple(_rounded(value) for _, value in metric_points(run.rows, "entropy")),
+        entropy=tuple(map(_rounded, metric(run.rows, "entropy").tolist())),
         questions=questions,
         verdicts=verdicts,
         commit=run.summary.get("commit") or "",
@@ -182,7 +181,7 @@ def _curve(run: Run) -> tuple[int, tuple[int, ...]]:
     """The number of completions in a rollout, and the number of right ones in each rollout."""
     updates = int(run.summary["updates_per_rollout"]) * int(run.settings.get("gradient_accumulation_steps", 1))
     completions = updates * int(_setting(run, "per_device_train_batch_size"))
-    shares = [share for _, share in metric_points(run.rows, SUCCESS)]
+    shares = metric(run.rows, SUCCESS).tolist()
     if len(shares) != run.summary["rollouts"]:
         raise ValueError(
             f"{run.folder}/metrics.jsonl has {SUCCESS} in {len(shares)} lines for {run.summary['rollouts']} rollouts: "
@@ -215,12 +214,12 @@ def _verdicts(run: Run, success: float, folder: Path) -> tuple[int, str, str]:
 
 def _after(run: Run, reward: str) -> float | None:
     """The held-out mean of a reward in the last evaluation; None if the task has no such reward."""
-    points = metric_points(run.rows, f"eval_rewards/{reward}/mean")
-    return points[-1][1] if points else None
+    values = metric(run.rows, f"eval_rewards/{reward}/mean").tolist()
+    return values[-1] if values else None
 
 
 def _mean(run: Run, key: str) -> float | None:
-    values = [value for _, value in metric_points(run.rows, key)]
+    values = metric(run.rows, key).tolist()
     return _rounded(fmean(values)) if values else None
 
 

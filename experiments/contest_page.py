@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
 
 from experiments.contest import Contestant, Contrast, contestants, contrasts, counts_text, range_text, rate_text
 from troll.files import json_text, write_atomically
+from troll_lab.reports.figures import format_values, inline_figure, line_mark, line_style
+from troll_lab.reports.outcome import outcome_section
+from troll_lab.reports.page import Card, render
 from troll_lab.runs.comparison import panels, read_comparison
 from troll_lab.runs.comparison_tables import difference, estimate_json, estimate_text, method_json
-from troll_lab.runs.dot_figures import format_axis, outcome_section
-from troll_lab.runs.page_frame import figure_card, html_table, render
-from troll_lab.runs.plot import drawing, line_mark, line_style
 from troll_lab.runs.recorded import Measure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_UNIT: dict[Measure, str] = {"success": ", %", "reward": ""}
-_POINTS: dict[Measure, str] = {"success": ", points", "reward": ""}
 _RATE_NOTE = (
     "Each method has the learning rate that suits it: a seed's is the one with the best mean over the other seeds."
 )
 _CHOSEN_NOTE = "Other settings were chosen for each method on separate seeds, see below."
-_CONTRAST_NOTE = (
-    "Each method at its own best settings. The p-value by sign flips is the chance of a difference at least as large "
-    "if the two were equally good; Holm's correction allows for all rows of this table. The last column is the p-value "
-    "of two one-sided t tests: below 0.05, the two are equivalent within 5 points."
-)
-_TUNING_NOTE = "The settings were chosen by these means, on seeds that are used nowhere else on this page."
-_RANGE_NOTE = (
-    "Line: mean over seeds; band: smallest to largest seed. The range holds the learning rates at which a method keeps "
-    "at least 90 % of its best mean, on straight lines between the rates that were run; ≤ and ≥: as far as they were."
-)
 
 
 def write_contest(paths: Sequence[Path], folder: Path, choices: Sequence[Mapping[str, Any]] = ()) -> Path:
@@ -75,85 +62,70 @@ def contest_html(
     """The page, from the methods and the contrasts between them."""
     tuned = any(len(method.groups) > 1 for method in methods)
     notes = [*([_RATE_NOTE] if tuned else []), *([_CHOSEN_NOTE] if choices else [])]
-    parts = [outcome_section(methods, found, notes)]
-    if found:
-        parts += ["<h2>Tuned against tuned</h2>", _contrast_table(found), f'<p class="note">{_CONTRAST_NOTE}</p>']
-    if tuned:
-        parts += [
-            "<h2>Learning rates</h2>",
-            f'<div class="cards">{"".join([*rate_figures(methods), _rate_table(methods)])}</div>',
-            f'<p class="note">{_RANGE_NOTE}</p>',
-        ]
-    if choices:
-        parts += ["<h2>Tuning</h2>", _choice_table(choices), f'<p class="note">{_TUNING_NOTE}</p>']
-    size = sum(len(group.runs) for method in methods for group in method.groups.values())
     return render(
-        title="TROLL: contest",
-        heading="TROLL · contest",
-        headline=f'<p class="headline">{size} run{"s" * (size != 1)}, {len(methods)} methods</p>',
-        body="\n".join(parts),
-        footer="Written by <code>python -m experiments contest</code>.",
+        "contest.html",
+        folder=Path(__file__).parent,
+        runs=sum(len(group.runs) for method in methods for group in method.groups.values()),
+        methods=len(methods),
+        outcome=outcome_section(methods, found, notes),
+        contrasts=_contrast_table(found),
+        rates=rate_figures(methods) if tuned else [],
+        rate_table=_rate_table(methods),
+        choices=_choice_table(choices),
     )
 
 
-def _contrast_table(found: Sequence[Contrast[Contestant]]) -> str:
-    measure = found[0].first.measure
-    head = [
-        "",
-        "minus",
-        f"difference{_POINTS[measure]}",
-        "p (sign flips)",
-        "p (Holm)",
-    ]
-    head += ["p (apart by 5 points or more)"] if measure == "success" else []
-    rows = [
-        [
-            *(escape(one.first.label), escape(one.second.label), difference(one.estimate, measure)),
-            *(f"{one.p_value:.2g}", f"{one.corrected:.2g}"),
-            *(["–" if one.equivalence is None else f"{one.equivalence:.2g}"] if measure == "success" else []),
-        ]
-        for one in found
-    ]
-    return html_table(head, rows)
+def _contrast_table(found: Sequence[Contrast[Contestant]]) -> pd.DataFrame:
+    rows = []
+    for one in found:
+        success = one.first.measure == "success"
+        row = {
+            "": one.first.label,
+            "minus": one.second.label,
+            f"difference{', points' if success else ''}": difference(one.estimate, one.first.measure),
+            "p (sign flips)": f"{one.p_value:.2g}",
+            "p (Holm)": f"{one.corrected:.2g}",
+        }
+        if success:
+            row["p (apart by 5 points or more)"] = "–" if one.equivalence is None else f"{one.equivalence:.2g}"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def _rate_table(methods: Sequence[Contestant]) -> str:
+def _rate_table(methods: Sequence[Contestant]) -> pd.DataFrame:
     rows = [
-        [
-            escape(method.label),
-            "–" if method.final is None else estimate_text(method.final, method.measure),
-            counts_text(method.rates.values(), 2).replace(", ", ",<br>") or "–",
-            "–" if method.range is None else range_text(method.range, method.means),
-        ]
+        {
+            "": method.label,
+            f"{method.measure} when tuned{', %' if method.measure == 'success' else ''}": (
+                "–" if method.final is None else estimate_text(method.final, method.measure)
+            ),
+            "learning rate (seeds)": counts_text(method.rates.values(), 2).replace(", ", ",\n") or "–",
+            "within 90 % of the best": "–" if method.range is None else range_text(method.range, method.means),
+        }
         for method in methods
         if len(method.means) > 1
     ]
-    measure = methods[0].measure
-    return html_table(
-        [
-            "",
-            f"{measure} when tuned{_UNIT[measure]}",
-            "learning rate (seeds)",
-            "within 90 % of the best",
-        ],
-        rows,
-    )
+    return pd.DataFrame(rows)
 
 
-def _choice_table(choices: Sequence[Mapping[str, Any]]) -> str:
-    """The choices of a tuning, and their alternatives."""
+def _choice_table(choices: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The choices of a tuning, and their alternatives; only the chosen row of a method has its name."""
     rows = []
     for choice in choices:
         place = " ".join(f"{name}={value}" for name, value in choice["settings"].items())
         method = " ".join(filter(None, [str(choice["recipe"]), place, str(choice["surrogate"])]))
         for rank, entry in enumerate(choice["means"]):
-            text = escape(" ".join(f"{name}={value}" for name, value in entry["values"].items()))
-            text = f'<span class="best">{text}</span>' if rank == 0 else text
-            rows.append([escape(method) if rank == 0 else "", text, f"{entry['mean']:.3f}"])
-    return html_table(["", "settings, the chosen ones first", "mean over the tuning seeds"], rows)
+            rows.append(
+                {
+                    "": method if rank == 0 else "",
+                    "settings, the chosen ones first": " ".join(f"{k}={v}" for k, v in entry["values"].items()),
+                    "mean over the tuning seeds": f"{entry['mean']:.3f}",
+                }
+            )
+    return pd.DataFrame(rows)
 
 
-def rate_figures(methods: Sequence[Contestant]) -> list[str]:
+def rate_figures(methods: Sequence[Contestant]) -> list[Card]:
     """Cards with the final result over the learning rate, with a line for each method with several rates."""
     cards = []
     for number, (title, members) in enumerate(panels([one for one in methods if len(one.means) > 1]), start=1):
@@ -172,11 +144,10 @@ def rate_figures(methods: Sequence[Contestant]) -> list[str]:
             axes.set_xticks(ticks, [rate_text(rate, 2) for rate in ticks])
             axes.minorticks_off()
             axes.set_xlabel("learning rate")
-            format_axis(axes.yaxis, measure)
+            format_values(axes.yaxis, measure == "success")
 
-        plot = drawing(slug, escape(f"final held-out {measure} by learning rate, {title}"), paint)
-        legend = {escape(label): line_mark(place) for place, label in enumerate(members)}
-        cards.append(figure_card(slug, escape(title), plot, legend))
+        figure = inline_figure(slug, f"final held-out {measure} by learning rate, {title}", paint)
+        cards.append(Card(slug, title, figure, legend={name: line_mark(i) for i, name in enumerate(members)}))
     return cards
 
 

@@ -19,7 +19,7 @@ from experiments.analysis import Method, Section
 from experiments.contest import rate_text
 from experiments.protocol import MARGIN, METHODS, REGIMES
 from troll.files import write_atomically
-from troll_lab.runs.plot import COLOURS, LIGHT, STYLE
+from troll_lab.reports.figures import COLOURS, LIGHT, STYLE
 from troll_lab.runs.statistics import SeedMean
 
 if TYPE_CHECKING:

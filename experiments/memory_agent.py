@@ -19,9 +19,9 @@ from experiments.rows import Row, read_rows, train_once
 from troll.files import read_json
 from troll_lab import recipes
 from troll_lab.runs.build import model_path
-from troll_lab.runs.comparison_tables import markdown_table
 from troll_lab.runs.memory_agent import rollout
 from troll_lab.runs.statistics import paired_difference, seed_mean
+from troll_lab.runs.text import markdown_table
 from troll_lab.trl.conversations import EARLIER
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "memory-agent.jsonl"

@@ -21,11 +21,11 @@ from experiments import figures, tables
 from experiments.rows import Row, read_rows, write_rows
 from troll.files import read_json
 from troll_lab.episodic import config, train
-from troll_lab.episodic.report import METRICS, SUMMARY
-from troll_lab.runs.comparison_tables import markdown_table
+from troll_lab.episodic.folder import METRICS, SUMMARY
 from troll_lab.runs.recorded import read_metrics
 from troll_lab.runs.result import commit_of
 from troll_lab.runs.statistics import paired_difference, seed_mean
+from troll_lab.runs.text import markdown_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = ("tce-reach", "tce-metaworld-reach")

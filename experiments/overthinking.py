@@ -18,9 +18,9 @@ from experiments import tables
 from experiments.rows import Row, read_rows, train_once
 from troll_lab import recipes
 from troll_lab.runs.build import model_path
-from troll_lab.runs.comparison_tables import markdown_table
 from troll_lab.runs.recorded import read_metrics
 from troll_lab.runs.statistics import SeedMean, paired_difference, seed_mean
+from troll_lab.runs.text import markdown_table
 
 #: Has each run's recipe, weight and seed, held-out success and the mean number of tokens at each evaluation, the first
 #: one before training, and where it was made.

@@ -13,8 +13,9 @@ from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING
 from experiments.second_analysis import Contest
 from experiments.table import Result
 from troll_lab.evaluation.estimators import Interval
-from troll_lab.runs.comparison_tables import estimate_text, markdown_table
+from troll_lab.runs.comparison_tables import estimate_text
 from troll_lab.runs.statistics import SeedMean, paired_difference, seed_mean
+from troll_lab.runs.text import markdown_table
 
 NOTHING = "–"
 SHARES = ("right, in brackets or not: before and after", "in brackets, right or not")

@@ -213,10 +213,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from troll_lab.episodic import report as episodic
-    from troll_lab.runs.comparison_page import write_comparison
+    from troll_lab.episodic.folder import is_episodic
+    from troll_lab.runs.comparison_tables import write_comparison
     from troll_lab.runs.recorded import is_comparison
-    from troll_lab.runs.report import write_report
 
     first, *others = arguments.folders
     try:
@@ -225,7 +224,9 @@ def _report(arguments: argparse.Namespace) -> int:
         elif arguments.output_dir is not None:
             raise UsageError("--output_dir is for the page about several runs: a run's own stays in its folder")
         else:
-            print((episodic.write_report if episodic.is_episodic(first) else write_report)(first))
+            from troll_lab.reports import movements_page, run_page
+
+            print((movements_page if is_episodic(first) else run_page).write_report(first))
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
     return 0

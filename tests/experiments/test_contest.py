@@ -8,8 +8,8 @@ import pytest
 
 from experiments.contest import contestants, contrasts
 from experiments.contest_page import write_contest
+from tests.pages import Page, check_page
 from tests.troll_lab.runs.test_comparison import write_run
-from tests.troll_lab.runs.test_report import Page, check_page
 from troll_lab.runs.comparison import Comparison
 from troll_lab.runs.recorded import MANIFEST, read_runs
 
@@ -49,7 +49,7 @@ def test_each_method_has_the_learning_rate_that_suits_it(tmp_path: Path) -> None
 def test_page_compares_methods_at_their_best_rates(tmp_path: Path) -> None:
     page = Page(write_contest(rates(tmp_path), tmp_path))
     check_page(page)
-    for text in ("Tuned against tuned", "0.0 (4), no seed differs", "55.0 ± 10.0 (4)1e-4 (1),1e-3 (3)", "≥ 1e-3"):
+    for text in ("Tuned against tuned", "0.0 (4), no seed differs", "55.0 ± 10.0 (4)1e-4 (1), 1e-3 (3)", "≥ 1e-3"):
         assert text in page.text
     assert "+0.0 [" not in page.text
     for card in ("outcome-1", "lead-1", "learning-rates-1"):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from demo_page import HELD_OUT, median_seconds, metric_points, page
+from demo_page import HELD_OUT, median_seconds, metric, page
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -93,7 +93,7 @@ class Run:
 
     def held_out(self) -> dict[int, float]:
         """Returns the held-out success by step."""
-        return dict(metric_points(self.metrics(), HELD_OUT))
+        return metric(self.metrics(), HELD_OUT).to_dict()
 
 
 def train(run: Run, data: Path, settings: list[str], console: Console) -> None:

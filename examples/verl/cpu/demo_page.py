@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from troll_lab.runs.page_frame import html_table, percent, render
-from troll_lab.runs.plot import COLOURS, DASHES, LEGEND_STYLES, LIGHT, columns, drawing, running_mean, set_scale, window
+import pandas as pd
+from matplotlib.axes import Axes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from troll_lab.runs.plot import Points, Scale
+from troll_lab.reports.curves import smooth
+from troll_lab.reports.figures import Scale, inline_figure, line_mark, line_style, set_scale, set_steps
+from troll_lab.reports.page import Card, render
+from troll_lab.runs.text import percent
 
 #: What verl logs, by step.
 Metrics = Mapping[int, Mapping[str, float]]
@@ -45,66 +44,51 @@ def page(runs: Mapping[str, Metrics]) -> str:
     Args:
         runs: By method, what verl logged.
     """
-    curves = {name: metric_points(run, HELD_OUT) for name, run in runs.items()}
-    outcome = ", ".join(f"{escape(name)} <b>{percent(points[-1][1])}</b>" for name, points in curves.items() if points)
-    cards = "".join(_card(number, *plot, runs) for number, plot in enumerate(PLOTS))
+    held_out = {name: metric(run, HELD_OUT) for name, run in runs.items()}
     return render(
-        "verl on a CPU",
-        "verl's unmodified trainer on a CPU, two Ray workers",
-        f'<p class="headline">{outcome}</p><p class="outcome">held-out success after training</p>',
-        f"<h2>Held-out success, before and after training</h2>{_table(runs)}"
-        f'<h2>Curves</h2><div class="cards">{cards}</div>',
-        "One run each: a difference of a few points is chance. docs/results.md has the study.",
+        "demo_page.html",
+        folder=Path(__file__).parent,
+        outcome={name: curve.iloc[-1] for name, curve in held_out.items() if len(curve)},
+        results=_results(runs),
+        curves=[_card(number, *plot, runs) for number, plot in enumerate(PLOTS)],
     )
 
 
-def metric_points(run: Metrics, name: str) -> Points:
+def metric(run: Metrics, name: str) -> pd.Series:
     """A metric over verl's steps, which are rollouts."""
-    return [(step, values[name]) for step, values in sorted(run.items()) if name in values]
+    return pd.Series({step: values[name] for step, values in sorted(run.items()) if name in values}, dtype=float)
 
 
 def median_seconds(run: Metrics) -> float:
     """Of a step, with its rollout and its updates."""
-    seconds = sorted(values[STEP_SECONDS] for values in run.values() if STEP_SECONDS in values)
-    return seconds[len(seconds) // 2]
+    return float(metric(run, STEP_SECONDS).median())
 
 
-def _table(runs: Mapping[str, Metrics]) -> str:
+def _results(runs: Mapping[str, Metrics]) -> pd.DataFrame:
     """The time of a step is the median."""
-    rows = []
-    for name, run in runs.items():
-        held_out = metric_points(run, HELD_OUT)
-        rows.append(
-            [
-                escape(name),
-                percent(held_out[0][1]),
-                percent(held_out[-1][1]),
-                f"{median_seconds(run):.1f} s",
-                str(max(run)),
-            ]
-        )
-    return html_table(["method", "before", "after", "a step", "rollouts"], rows)
+    rows = [
+        {
+            "method": name,
+            "before": percent(metric(run, HELD_OUT).iloc[0]),
+            "after": percent(metric(run, HELD_OUT).iloc[-1]),
+            "a step": f"{median_seconds(run):.1f} s",
+            "rollouts": max(run),
+        }
+        for name, run in runs.items()
+    ]
+    return pd.DataFrame(rows)
 
 
-def _card(number: int, title: str, metric: str, scale: Scale, note: str, runs: Mapping[str, Metrics]) -> str:
-    lines = {name: metric_points(run, metric) for name, run in runs.items()}
-    places = {name: place for place, name in enumerate(lines)}
-    lines = {name: running_mean(points, window(len(points))) for name, points in lines.items() if points}
+def _card(number: int, title: str, key: str, scale: Scale, note: str, runs: Mapping[str, Metrics]) -> Card:
+    curves = [(name, place, smooth(metric(run, key))) for place, (name, run) in enumerate(runs.items())]
+    curves = [(name, place, curve) for name, place, curve in curves if len(curve)]
 
     def paint(axes: Axes) -> None:
-        for name, points in lines.items():
-            steps, values = columns(points)
-            marker = "." if len(points) <= 3 else ""
-            axes.plot(steps, values, color=LIGHT[COLOURS[places[name]]], linestyle=DASHES[places[name]], marker=marker)
-        axes.set_xlabel("rollout")
-        set_scale(axes, scale, [value for points in lines.values() for _, value in points])
+        for _, place, curve in curves:
+            axes.plot(curve, **line_style(place), marker="." if len(curve) <= 3 else "")
+        set_steps(axes, max(curve.index[-1] for *_, curve in curves), "rollout")
+        set_scale(axes, scale, pd.concat([curve for *_, curve in curves]).tolist())
 
-    legend = "".join(
-        f'<li><i class="{COLOURS[places[name]]} {LEGEND_STYLES[places[name]]}"></i>{escape(name)}</li>'
-        for name in lines
-    )
-    plot = drawing(f"plot-{number}", title, paint) if lines else "<p>Nothing was logged.</p>"
-    return (
-        f'<figure class="card"><h3>{title}</h3><ul class="legend">{legend}</ul>{plot}'
-        f"<figcaption>{escape(note)}</figcaption></figure>"
-    )
+    slug = f"plot-{number}"
+    figure = inline_figure(slug, title, paint) if curves else None
+    return Card(slug, title, figure, legend={name: line_mark(place) for name, place, _ in curves}, caption=note)

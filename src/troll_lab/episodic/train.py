@@ -20,10 +20,10 @@ from torch import Tensor
 from troll.files import json_text, read_json, write_atomically
 from troll_lab.episodic.config import EpisodicConfig, load
 from troll_lab.episodic.environments import make_task
+from troll_lab.episodic.folder import CONFIG, METRICS, PATHS, SUMMARY
 from troll_lab.episodic.learner import Learner
 from troll_lab.episodic.policy import sample
 from troll_lab.episodic.prodmp import ProDMP
-from troll_lab.episodic.report import CONFIG, METRICS, PATHS, SUMMARY, write_report
 from troll_lab.episodic.rollout import Rollout, collect, make_environments
 from troll_lab.evaluation.estimators import wilson_interval
 from troll_lab.lock import locked
@@ -140,6 +140,8 @@ class _Run:
             summary = self._summary(status)
             write_atomically(self.folder / SUMMARY, json_text(summary, indent=2))
         if self.rows:
+            from troll_lab.reports.movements_page import write_report
+
             say(self.console, f"report: {write_report(self.folder)}")
         return status == "finished"
 

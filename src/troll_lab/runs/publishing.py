@@ -12,9 +12,8 @@ from trl import GRPOConfig
 
 from troll_lab.evaluation.training_task import TASK_FILE, TrainingTask
 from troll_lab.recipes import Recipe, as_argument
-from troll_lab.runs.comparison_tables import markdown_table
-from troll_lab.runs.page_frame import duration, percent
 from troll_lab.runs.statistics import wilson_interval
+from troll_lab.runs.text import duration, markdown_table, percent
 from troll_lab.runs.toy_network import TOY_MODELS
 from troll_lab.tasks import Task
 from troll_lab.terminal import one_line

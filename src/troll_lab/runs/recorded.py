@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from troll.files import flat, json_value, read_json
-from troll_lab.runs.plot import Points
 from troll_lab.values import read_yaml
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
 MANIFEST = "compare.json"
@@ -23,6 +25,12 @@ MANIFEST = "compare.json"
 Measure = Literal["success", "reward"]
 
 DEFAULT_SURROGATE = "troll"
+
+#: The metric in which TRL logs the mean of a task's `success`; and on held-out problems.
+SUCCESS = "rewards/success/mean"
+HELD_OUT = f"eval_{SUCCESS}"
+#: The beginning of the names of the trust region's metrics.
+TRUST = "trust_region/"
 
 Range = tuple[float, float]
 Rows = Sequence[Mapping[str, Any]]
@@ -171,7 +179,9 @@ def eval_questions(summary: Mapping[str, Any]) -> int | None:
     return None if different is None else int(different)
 
 
-def metric_points(rows: Rows, key: str) -> Points:
+def metric(rows: Rows, key: str) -> pd.Series:
     """The values of a metric by step; if a resumed run logged a step twice, the later value."""
+    import pandas as pd  # here, since training must neither wait for it nor need it
+
     values = {row["step"]: value for row in rows if (value := number(row.get(key))) is not None}
-    return sorted(values.items())
+    return pd.Series(values, dtype=float).sort_index()

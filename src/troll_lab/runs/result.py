@@ -18,9 +18,8 @@ from rich.console import Console
 from troll.files import json_text, write_atomically
 from troll.trl.surrogates import SURROGATES, settings_read
 from troll_lab.runs.build import BuiltRun
-from troll_lab.runs.charts import HELD_OUT
 from troll_lab.runs.publishing import CARD_FILE, model_card, push
-from troll_lab.runs.report import write_report
+from troll_lab.runs.recorded import HELD_OUT
 from troll_lab.tasks import Task
 from troll_lab.terminal import say
 from troll_lab.trl import LabTrainer
@@ -183,6 +182,8 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     say(console, f"time    {summary['seconds']:.0f} s to step {summary['steps']}")
     say(console, f"model   {folder / 'model'}")
     try:
+        from troll_lab.reports.run_page import write_report
+
         say(console, f"report  {write_report(folder)}")
     except ImportError as error:
         say(console, f"no report: {error}")

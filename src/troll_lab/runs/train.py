@@ -19,8 +19,8 @@ from troll_lab.evaluation.training_task import TrainingTask
 from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs.build import BuiltRun, build
-from troll_lab.runs.charts import HELD_OUT, SUCCESS
 from troll_lab.runs.folders import LOCK
+from troll_lab.runs.recorded import HELD_OUT, SUCCESS
 from troll_lab.runs.result import RunResult
 from troll_lab.tasks import Task
 from troll_lab.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries

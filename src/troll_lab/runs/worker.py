@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 #: The modules that a run imports, some of them only when it needs them. Some may not be installed.
-_IMPORTS = ("troll_lab.runs.train", "reasoning_gym", "matplotlib.style", "matplotlib.backends.backend_svg")
+_IMPORTS = ("troll_lab.runs.train", "reasoning_gym", "troll_lab.reports.run_page", "matplotlib.backends.backend_svg")
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
 """The page that the demo ends with, of metrics as verl logs them."""
 
 import re
+from pathlib import Path
 
-from demo_page import HELD_OUT, PLOTS, STEP_SECONDS, median_seconds, metric_points, page
+from demo_page import HELD_OUT, PLOTS, STEP_SECONDS, median_seconds, metric, page
+
+from tests.pages import Page, check_page
 
 CLIP = {
     0: {HELD_OUT: 0.25},
@@ -27,10 +30,18 @@ def test_the_page_says_what_each_method_came_to() -> None:
     assert [made.count(f">{name}</li>") for name in ("clip", "troll")] == [3, 4]
 
 
+def test_names_of_methods_are_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page({"<script>": TROLL}))
+    read = Page(path)
+    check_page(read)
+    assert "script" not in read.tags and read.text.count("<script>") == 2 + len(PLOTS), "headline, table and legends"
+
+
 def test_a_metric_that_nobody_logged_leaves_a_sentence() -> None:
     assert "Nothing was logged." in page({"clip": CLIP})
 
 
 def test_metrics_are_read_in_the_order_of_steps() -> None:
-    assert metric_points({2: {"x": 1.0}, 1: {"x": 3.0}, 3: {"y": 2.0}}, "x") == [(1, 3.0), (2, 1.0)]
+    assert metric({2: {"x": 1.0}, 1: {"x": 3.0}, 3: {"y": 2.0}}, "x").to_dict() == {1: 3.0, 2: 1.0}
     assert median_seconds(CLIP) == 4.0

@@ -12,8 +12,9 @@ pytest.importorskip("mujoco")
 
 from troll_lab.episodic import train as module
 from troll_lab.episodic.config import EpisodicConfig
-from troll_lab.episodic.report import is_episodic, write_report
+from troll_lab.episodic.folder import is_episodic
 from troll_lab.episodic.train import train
+from troll_lab.reports.movements_page import write_report
 
 SMALL: dict[str, Any] = {"episodes": 4, "eval_episodes": 8, "num_envs": 4, "iterations": 4, "eval_every": 2}
 SMALL |= {"updates": 2, "critic_updates": 2, "num_bases": 2, "hidden": 8}

@@ -14,6 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from tests.pages import hide_package
 from tests.troll_lab.runs.conftest import short
 from tests.troll_sandbox.processes import wait_until
 from troll_lab import cli
@@ -258,7 +259,7 @@ def test_ctrl_c_while_a_process_starts_does_not_lose_it(tmp_path, how, console, 
 
 
 def test_without_matplotlib_the_results_are_there_but_for_the_page(tmp_path, how, console, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hide_package(monkeypatch, "matplotlib")
     assert compare(grid(), tmp_path / "all", console, jobs=2) == "finished"
     assert "50.0 ± 0.0 (2)" in text_of(console)
     assert 'no comparison page: the report needs matplotlib: pip install "troll-rl[report]"' in text_of(console)

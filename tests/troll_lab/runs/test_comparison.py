@@ -1,16 +1,14 @@
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tests.troll_lab.runs.test_report import Page, check_page
+from tests.pages import Page
 from troll_lab.runs.comparison import Comparison
-from troll_lab.runs.comparison_page import write_comparison
-from troll_lab.runs.comparison_tables import console_table, markdown
+from troll_lab.runs.comparison_tables import console_table, markdown, write_comparison
 from troll_lab.runs.recorded import MANIFEST, read_runs
 
 READ = {"troll": ["kl_bound"], "regression": ["kl_bound"], "clip": ["epsilon"], "none": []}
@@ -64,13 +62,6 @@ def write_folder(folder: Path) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "compare")
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page about the same runs."""
-    folder = write_folder(tmp_path_factory.mktemp("written") / "compare")
-    return write_comparison([folder], folder)
 
 
 def test_runs_that_differ_in_their_seed_are_one_group(folder: Path) -> None:
@@ -187,49 +178,6 @@ def test_runs_without_success_are_compared_by_their_reward(tmp_path: Path) -> No
     assert "| quickstart | 2.000 ± 0.707 (2) | 0.000 ± 1.414 (2) |" in (tmp_path / "comparison.md").read_text()
 
 
-def test_the_page_says_how_it_was_made(folder: Path) -> None:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"command": "troll compare quickstart --seeds 2 <&"}))
-    (folder / "c-0" / "report.html").write_text("")
-    page = Page(write_comparison([folder], folder))
-    assert "troll compare quickstart --seeds 2 <&" in page.text
-    assert [reference for reference in page.references if reference[0] != "#"] == ["c-0/report.html"]
-    assert "epsilon: 0.2" in page.text
-    assert "kl_bound: 0.05" not in page.text
-
-
-def test_diagnostics_are_drawn_where_somebody_logged_them(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", "troll", 0, 0.5)
-    with (run / "metrics.jsonl").open("a") as file:
-        for step in (4, 8):
-            row = {"trust_region/diagnostics/sequence_kl": 0.1, "trust_region/tail_mass": 0.2}
-            file.write(json.dumps({"step": step} | row) + "\n")
-    page = Page(write_comparison([run], tmp_path))
-    assert page.card("kl-of-whole-sequences-1") and page.card("tail-mass-1")
-    assert page.card("clipped-fraction-1") is None
-
-
-def test_a_method_has_one_colour_in_all_plots(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, name, 0, 0.5) for name in ("clip", "troll")]
-    rows = [{"step": step, "reward": 0.5, "trust_region/kl_before_mean": 1e-3} for step in range(1, 17)]
-    for run, keys in zip(runs, ({"step", "reward"}, set(rows[0])), strict=True):
-        lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in rows]
-        (run / "metrics.jsonl").write_text("".join(lines))
-    page = Page(write_comparison(runs, tmp_path))
-    assert 'class="first solid"></i>clip' in str(page.card("reward-1"))
-    for card in ("reward-1", "kl-to-the-old-policy-1"):
-        assert 'class="second dashed"></i>troll' in str(page.card(card)), card
-        assert "stroke: var(--second)" in str(page.card(card)), card
-
-
-def test_lines_of_runs_that_logged_other_steps_meet(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
-    for start, run in enumerate(runs):  # thinned apart, to every fifth step, they would have none in common
-        rows = [{"step": step, "reward": 0.5} for step in range(1 + start, 501)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert Page(write_comparison(runs, tmp_path)).card("reward-1") is not None
-
-
 def test_tables(folder: Path) -> None:
     comparison = Comparison(read_runs([folder]))
     lines = markdown(comparison).splitlines()
@@ -276,49 +224,6 @@ def test_groups_know_the_settings_that_only_the_manifest_has(tmp_path: Path) -> 
     assert found == [("0.0", ["old", "new"]), ("0.04", ["other"])]
 
 
-def test_the_files_of_a_comparison(written: Path) -> None:
-    folder = written.parent
-    first = {path.name: path.read_bytes() for path in folder.glob("comparison.*")}
-    assert sorted(first) == ["comparison.html", "comparison.json", "comparison.md"]
-    write_comparison([folder], folder)
-    assert {path.name: path.read_bytes() for path in folder.glob("comparison.*")} == first
-
-    figures = json.loads(first["comparison.json"])
-    assert figures["unfinished"] == ["d", "not started"]
-    group = figures["groups"][2]
-    assert (group["surrogate"], group["entropy"], group["seconds"]) == ("clip", 0.25, 100.5)
-    assert group["success"]["mean"] == pytest.approx(0.68)
-    assert group["success"]["interval_method"] == "t" and group["success"]["interval"][1] > 1
-
-
-def test_the_page_is_self_contained_and_says_everything(written: Path) -> None:
-    page = Page(written)
-    check_page(page)
-    for text in ("6 runs, 2 seeds", "65.0 ± 7.1 (2)", "−3.0 [", "d is left out: it is interrupted", "0.250", "100 s"):
-        assert text in page.text
-    assert page.tags.count("svg") == 4 * 2 + 2 * 2, "success, reward, entropy, KL, outcome and lead, of two bounds"
-    assert "Projected fraction" not in page.text, "no run logged it"
-    outcome, lead = str(page.card("outcome-1")), str(page.card("lead-1"))
-    assert "troll   65.0 %" in outcome and "clip   68.0 %" in outcome
-    assert "troll − clip   −3.0 [−66.5, +60.5] points" in lead
-    assert page.source.index('id="outcome-1"') < page.source.index("<table>")
-    # Intervals of shares.
-    assert "68.0 ± 14.1 (2)0.0 to 100.0" in page.text
-    assert "100 %" in outcome and "150 %" not in outcome
-
-
-def test_bands_reach_from_the_smallest_to_the_largest_seed(written: Path) -> None:
-    card = Page(written).card("reward-1")
-    assert card is not None
-    line = re.findall(r'<path d="([^"]*)"[^>]*stroke: var\(--first\); stroke-width: 1.6', card)[0]
-    band = re.findall(r'<path id="[^"]*" d="([^"]*)"/>\s*</defs>\s*<g[^>]*>\s*<use [^>]*y="([^"]*)"', card)[0]
-    middle = [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", line)]
-    edge = [float(y) + float(band[1]) for _, y in re.findall(r"[ML] (\S+) (\S+)", band[0])]
-    # Rewards of the seeds are 0.1 apart, and each rises by 0.11 between the running mean's ends.
-    assert max(edge) - max(middle) == pytest.approx(min(middle) - min(edge), rel=1e-3)
-    assert max(edge) - max(middle) == pytest.approx(0.05 / 0.12 * (max(middle) - min(middle)), rel=0.1)
-
-
 def test_settings_that_were_chosen_for_each_method_make_no_row(tmp_path: Path) -> None:
     for name, surrogate, bound in (("a", "troll", 0.01), ("b", "regression", 0.2)):
         write_run(tmp_path / name, surrogate, 0, 0.5, kl_bound=bound)
@@ -340,33 +245,6 @@ def test_seeds_that_agree_have_no_interval(tmp_path: Path) -> None:
         assert text in markdown(Comparison(read_runs(runs)))
     equal = [write_run(tmp_path / "equal" / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
     assert "50.0 ± 0.0 (2)50" not in Page(write_comparison(equal, tmp_path)).text
-
-
-def test_one_seed_has_wilsons_interval(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "one", "troll", 0, 0.5)
-    page = Page(write_comparison([run, write_run(tmp_path / "two", "clip", 0, 0.75)], tmp_path / "out"))
-    assert "50.0 (1)38.1 to 61.9" in page.text, "32 of 64 answers"
-
-
-def test_before_any_run_has_finished(tmp_path: Path) -> None:
-    page = Page(write_comparison([write_run(tmp_path / "run", "troll", 0, None)], tmp_path))
-    assert "No run has finished yet" in page.text
-
-
-def test_many_rows_share_the_colours(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / str(i), "troll", 0, 0.5, kl_bound=0.01 * (i + 1)) for i in range(8)]
-    page = Page(write_comparison(runs, tmp_path))
-    assert page.tags.count("svg") == 4 * 2 + 2, "the two of the outcome have them all"
-    card = page.card("reward-2")
-    assert card is not None and card.count("<li>") == 2
-
-
-def test_what_comes_from_the_runs_is_escaped(tmp_path: Path) -> None:
-    attack = "</table><script>alert(1)</script>"
-    runs = [write_run(tmp_path / str(i), "troll", 0, 0.5, task=f"'{attack}{i}'") for i in range(2)]
-    page = Page(write_comparison(runs, tmp_path))
-    assert "script" not in page.tags
-    assert attack in page.text
 
 
 def test_folders_without_runs(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from troll_lab.runs.plot import Scale
+from troll_lab.reports.figures import Scale
+from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,6 @@ class Chart:
         shown: When the card is shown. With "always", a sentence replaces a card without data; otherwise it is left out.
     """
 
-    section: str
     title: str
     unit: str
     scale: Scale
@@ -30,149 +30,138 @@ class Chart:
     shown: Literal["always", "if logged", "if it changes"] = "always"
 
 
-#: The metric in which TRL logs the mean of a task's `success`.
-SUCCESS = "rewards/success/mean"
-HELD_OUT = f"eval_{SUCCESS}"
-#: The beginning of the names of the trust region's metrics.
-TRUST = "trust_region/"
 #: ε over time.
 BOUND = TRUST + "kl_bound"
 _DIAGNOSTICS = TRUST + "diagnostics/"
 #: The conditioning of the projection's multiplier, and the norm of the whole gradient.
 CONDITIONING, GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
 
-#: The charts of a single run, in the order of the page.
-CHARTS = (
-    Chart(
-        "Learning",
-        "Success",
-        "share of completions",
-        "percent",
-        {SUCCESS: "training batch", HELD_OUT: "held out"},
-        "How many sampled completions solve their problem, on the training batches and on held-out problems (points "
-        "with 95 % intervals). Higher is better.",
-    ),
-    Chart(
-        "Learning",
-        "Reward",
-        "mean per completion",
-        "linear",
-        {"reward": "training batch", "eval_reward": "held out"},
-        "What training maximises. If it rises while success does not, the reward is earned in some other way than by "
-        "solving problems.",
-    ),
-    Chart(
-        "Trust region",
-        "KL to the old policy, mean token",
-        "nats, log scale",
-        "log",
-        {TRUST + "kl_before_mean": "before projection", TRUST + "kl_after_mean": "after"},
-        "How far a token's distribution is from the policy that sampled it: the network's own (before) and its "
-        "projection, which the loss uses (after). At the first update of a rollout the KL is almost 0, which is below "
-        "the axis.",
-        with_bound=True,
-    ),
-    Chart(
-        "Trust region",
-        "KL to the old policy, largest token",
-        "nats, log scale",
-        "log",
-        {TRUST + "kl_before_max": "before projection", TRUST + "kl_after_max": "after"},
-        "The same for the token that moved most. Before may cross the bound ε; after must stay on it or below it: that "
-        "is the trust region.",
-        with_bound=True,
-    ),
-    Chart(
-        "Trust region",
-        "Projected fraction",
-        "share of tokens",
-        "percent",
-        {TRUST + "projected_fraction": "projected"},
-        "How many tokens had left the trust region and were projected back onto its boundary. At 0 % the bound does "
-        "nothing; above 30 % over whole rollouts, raise the bound or lower the learning rate.",
-    ),
-    Chart(
-        "Trust region",
-        "Multiplier η",
-        "mean of the projected tokens",
-        "from zero",
-        {TRUST + "multiplier": "η"},
-        "How hard the projection pulls a projected token towards the old policy: larger the further the "
-        "network has left it.",
-    ),
-    Chart(
-        "Trust region",
-        "KL bound ε",
-        "nats",
-        "from zero",
-        {BOUND: "ε"},
-        "The bound itself, which this run changes while it trains.",
-        shown="if it changes",
-    ),
-    Chart(
-        "Trust region",
-        "Clipped fraction",
-        "share of tokens",
-        "percent",
-        {"clip_ratio/region_mean": "clipped"},
-        "How many tokens had a ratio outside the clip's range, on the side where the clip cuts the gradient.",
-        shown="if logged",
-    ),
-    Chart(
-        "Policy",
-        "Entropy",
-        "nats per token",
-        "from zero",
-        {"entropy": "entropy"},
-        "How undecided the policy is about its next token. A slow fall is learning; a drop to almost 0 means it "
-        "no longer explores.",
-    ),
-    Chart(
-        "Policy",
-        "Completion length",
-        "mean, in tokens",
-        "from zero",
-        {"completions/mean_length": "length"},
-        "How long the sampled completions are. A climb or a collapse here often explains a surprise in the reward.",
-    ),
-    Chart(
-        "Policy",
-        "Support size",
-        "tokens kept per position",
-        "from zero",
-        {TRUST + "support_size": "support"},
-        "How many of the old policy's most likely tokens the projection works on. It shrinks as the policy gets more "
-        "certain.",
-    ),
-    Chart(
-        "Policy",
-        "Tail mass",
-        "probability, log scale",
-        "log",
-        {TRUST + "tail_mass": "tail"},
-        "How much of the old policy's probability lies outside that support. The smaller it is, the closer the KL "
-        "above is to the one over the whole vocabulary.",
-    ),
-    Chart(
-        "Critic",
-        "Value loss",
-        "mean token",
-        "from zero",
-        {"critic/value_loss": "value loss"},
-        "The squared error of the critic's values against the returns. It falls while the critic learns, and rises "
-        "when the policy earns returns that the critic has not seen.",
-        shown="if logged",
-    ),
-    Chart(
-        "Critic",
-        "Explained variance",
-        "of the returns",
-        "linear",
-        {"critic/explained_variance": "explained variance"},
-        "The share of the variance of its targets that the critic predicted; a constant prediction has 0.",
-        shown="if logged",
-    ),
-)
+#: The charts of a single run by section, in the order of the page.
+CHARTS: Mapping[str, Sequence[Chart]] = {
+    "Learning": [
+        Chart(
+            "Success",
+            "share of completions",
+            "percent",
+            {SUCCESS: "training batch", HELD_OUT: "held out"},
+            "How many sampled completions solve their problem, on the training batches and on held-out problems "
+            "(points with 95 % intervals). Higher is better.",
+        ),
+        Chart(
+            "Reward",
+            "mean per completion",
+            "linear",
+            {"reward": "training batch", "eval_reward": "held out"},
+            "What training maximises. If it rises while success does not, the reward is earned in some other way than "
+            "by solving problems.",
+        ),
+    ],
+    "Trust region": [
+        Chart(
+            "KL to the old policy, mean token",
+            "nats, log scale",
+            "log",
+            {TRUST + "kl_before_mean": "before projection", TRUST + "kl_after_mean": "after"},
+            "How far a token's distribution is from the policy that sampled it: the network's own (before) and its "
+            "projection, which the loss uses (after). At the first update of a rollout the KL is almost 0, which is "
+            "below the axis.",
+            with_bound=True,
+        ),
+        Chart(
+            "KL to the old policy, largest token",
+            "nats, log scale",
+            "log",
+            {TRUST + "kl_before_max": "before projection", TRUST + "kl_after_max": "after"},
+            "The same for the token that moved most. Before may cross the bound ε; after must stay on it or below it: "
+            "that is the trust region.",
+            with_bound=True,
+        ),
+        Chart(
+            "Projected fraction",
+            "share of tokens",
+            "percent",
+            {TRUST + "projected_fraction": "projected"},
+            "How many tokens had left the trust region and were projected back onto its boundary. At 0 % the bound "
+            "does nothing; above 30 % over whole rollouts, raise the bound or lower the learning rate.",
+        ),
+        Chart(
+            "Multiplier η",
+            "mean of the projected tokens",
+            "from zero",
+            {TRUST + "multiplier": "η"},
+            "How hard the projection pulls a projected token towards the old policy: larger the further the "
+            "network has left it.",
+        ),
+        Chart(
+            "KL bound ε",
+            "nats",
+            "from zero",
+            {BOUND: "ε"},
+            "The bound itself, which this run changes while it trains.",
+            shown="if it changes",
+        ),
+        Chart(
+            "Clipped fraction",
+            "share of tokens",
+            "percent",
+            {"clip_ratio/region_mean": "clipped"},
+            "How many tokens had a ratio outside the clip's range, on the side where the clip cuts the gradient.",
+            shown="if logged",
+        ),
+    ],
+    "Policy": [
+        Chart(
+            "Entropy",
+            "nats per token",
+            "from zero",
+            {"entropy": "entropy"},
+            "How undecided the policy is about its next token. A slow fall is learning; a drop to almost 0 means it "
+            "no longer explores.",
+        ),
+        Chart(
+            "Completion length",
+            "mean, in tokens",
+            "from zero",
+            {"completions/mean_length": "length"},
+            "How long the sampled completions are. A climb or a collapse here often explains a surprise in the reward.",
+        ),
+        Chart(
+            "Support size",
+            "tokens kept per position",
+            "from zero",
+            {TRUST + "support_size": "support"},
+            "How many of the old policy's most likely tokens the projection works on. It shrinks as the policy gets "
+            "more certain.",
+        ),
+        Chart(
+            "Tail mass",
+            "probability, log scale",
+            "log",
+            {TRUST + "tail_mass": "tail"},
+            "How much of the old policy's probability lies outside that support. The smaller it is, the closer the KL "
+            "above is to the one over the whole vocabulary.",
+        ),
+    ],
+    "Critic": [
+        Chart(
+            "Value loss",
+            "mean token",
+            "from zero",
+            {"critic/value_loss": "value loss"},
+            "The squared error of the critic's values against the returns. It falls while the critic learns, and rises "
+            "when the policy earns returns that the critic has not seen.",
+            shown="if logged",
+        ),
+        Chart(
+            "Explained variance",
+            "of the returns",
+            "linear",
+            {"critic/explained_variance": "explained variance"},
+            "The share of the variance of its targets that the critic predicted; a constant prediction has 0.",
+            shown="if logged",
+        ),
+    ],
+}
 
 # Diagnostics that share a card: by the beginning of their names, the card's title, unit, scale and caption.
 _FAMILIES: dict[str, tuple[str, str, Scale, str]] = {
@@ -268,7 +257,6 @@ def evaluation_charts(names: Iterable[str]) -> list[Chart]:
                 lines.setdefault((measure, count), {})[name] = task or "the task trained on"
     return [
         Chart(
-            "Evaluation",
             f"{measure}@{count}",
             "share of problems",
             "percent",
@@ -282,7 +270,7 @@ def evaluation_charts(names: Iterable[str]) -> list[Chart]:
 
 def _diagnostic(title: str, unit: str, scale: Scale, names: Sequence[str], caption: str) -> Chart:
     lines = {_DIAGNOSTICS + name: _words(name) for name in names}
-    return Chart("Diagnostics", title, unit, scale, lines, caption, shown="if logged")
+    return Chart(title, unit, scale, lines, caption, shown="if logged")
 
 
 def _words(name: str) -> str:

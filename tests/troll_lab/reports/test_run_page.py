@@ -2,14 +2,12 @@ import json
 import math
 import random
 import re
-import sys
-from html.parser import HTMLParser
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 
-from troll_lab.runs.plot import drawing
-from troll_lab.runs.report import write_report
+from tests.pages import Page, check_page, hide_package
+from troll_lab.reports.run_page import write_report
 from troll_lab.runs.statistics import wilson_interval
 
 KL_BOUND = 0.05
@@ -25,7 +23,6 @@ CARDS = {
     "support-size": "Support size",
     "tail-mass": "Tail mass",
 }
-VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 def summary_of(count, **changes):
@@ -91,72 +88,12 @@ def write_run(folder, rows, summary, config="learning_rate: 3.0e-05\n"):
     return folder
 
 
-class Page(HTMLParser):
-    """Checks that tags balance, and collects what the tests ask about."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.source = Path(path).read_text(encoding="utf-8")
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.data: list[str] = []
-        self.feed(self.source)
-        self.close()
-        assert self.open == [], f"never closed: {self.open}"
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in VOID:
-            self.open.append(tag)
-        self.tags.append(tag)
-        for name, value in attributes:
-            if name == "id":
-                self.ids.append(value)
-            if name in ("src", "href", "xlink:href", "srcset", "data"):
-                self.references.append(value)
-            self.references += re.findall(r"url\(([^)]*)\)", value or "")
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
-        self.open.pop()
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.data.append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", "".join(self.data))
-
-    def card(self, slug):
-        found = re.search(rf'<figure class="card" id="{slug}">.*?</figure>', self.source, flags=re.DOTALL)
-        return None if found is None else found[0]
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = write_run(tmp_path_factory.mktemp("run"), metrics_of(20), summary_of(20))
     path = write_report(folder)
     assert path == folder / "report.html"
     return Page(path)
-
-
-def check_page(page):
-    """A page is self-contained, its ids are unique across the plots, and it is for phones and both themes."""
-    assert page.references, "the plots refer to their own clip paths"
-    assert {reference[0] for reference in page.references} == {"#"}
-    assert {reference[1:] for reference in page.references} <= set(page.ids)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert "http://" not in page.source and "https://" not in page.source
-    assert "@import" not in page.source and "url(" not in page.source.split("</style>")[0]
-    assert len(page.ids) == len(set(page.ids))
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page.source
-    assert "prefers-color-scheme: dark" in page.source
-    plots = "".join(re.findall(r"<svg.*?</svg>", page.source, flags=re.DOTALL))
-    # A colour that is not one of the page's variables stays as it is in the other theme.
-    assert re.findall(r"(?:fill|stroke|color): *(#[0-9a-f]{3,6})", plots) == []
-    assert set(re.findall(r"var\(--(\w+)\)", plots)) <= set(re.findall(r"--(\w+):", page.source))
 
 
 def test_the_page_is_one_file_for_phones_and_both_themes(page):
@@ -187,17 +124,25 @@ def test_kl_cards_show_the_bound(page):
         assert (">ε</text>" in page.card(slug)) == slug.startswith("kl-")
 
 
-def heights(card, colour):
-    """The y coordinates (downwards) of the boldest line in `colour`."""
+def line(card, colour):
+    """The points (rightwards, downwards) of the boldest line in `colour`."""
     paths = re.findall(rf'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--{colour}\); stroke-width: 1.6', card)
     assert len(paths) == 1, paths
-    return [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", paths[0])]
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", paths[0])]
+
+
+def heights(card, colour):
+    return [y for _, y in line(card, colour)]
 
 
 def test_lines_follow_the_data(page):
     success, entropy = (heights(page.card(slug), "first") for slug in ("success", "entropy"))
     assert success[0] > success[-1] + 20, "success rises"
     assert entropy[0] < entropy[-1] - 5, "entropy falls"
+    assert ">80 %</text>" in page.card("success"), "a share in per cent"
+    ((left, width),) = re.findall(r'<rect x="(\S+)" y="\S+" width="(\S+)"', page.card("entropy"))
+    last, _ = line(page.card("entropy"), "first")[-1]
+    assert last == pytest.approx(float(left) + float(width) / 1.01, abs=0.1), "the last step is inside of the axes"
     before, after = (heights(page.card("kl-to-the-old-policy-largest-token"), name) for name in ("first", "second"))
     assert max(before) < min(after), "KL before lies above KL after in this run"
 
@@ -345,12 +290,11 @@ def test_folder_without_a_run(tmp_path):
         write_report(tmp_path / "nowhere")
 
 
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r'pip install "troll-rl\[report\]"'):
-        write_report(write_run(tmp_path / "run", metrics_of(1), summary_of(1)))
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib", "pandas", "scipy"])
+def test_without_a_package_of_the_extra_the_error_names_both(monkeypatch, package):
+    hide_package(monkeypatch, package)
+    with pytest.raises(ImportError, match=rf'needs {package}: pip install "troll-rl\[report\]"'):
+        import_module("troll_lab.reports.run_page")
 
 
 def test_a_second_call_gives_the_same_bytes_with_other_settings_of_pyplot(tmp_path):
@@ -385,7 +329,7 @@ def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page
 
 
 def test_a_bound_that_changes_is_a_curve_and_a_line_in_the_kl_cards(tmp_path):
-    rows = [row | {"trust_region/kl_bound": 0.05 / row["step"]} for row in metrics_of(3)]
+    rows = [row | {"trust_region/kl_bound": 0.05 if row["step"] < 9 else 0.02} for row in metrics_of(3)]
     page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))
     assert page.card("kl-bound-ε") is not None
     assert ">ε</text>" in page.card("kl-to-the-old-policy-mean-token")
@@ -409,8 +353,3 @@ def test_a_run_without_a_trust_region_misses_none(tmp_path):
     assert "left out" not in page.text
     assert "KL to the old policy" not in page.text
     assert page.card("reward") is not None
-
-
-def test_a_title_is_no_pattern():
-    drawn = drawing("slug", r"a\\1 \\g<0> \\d", lambda axes: None)
-    assert r'aria-label="a\\1 \\g<0> \\d"' in drawn

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
 
 from troll_lab.evaluation.estimators import Interval
+from troll_lab.reports.figures import LIGHT, format_values, inline_figure, line_style
+from troll_lab.reports.page import Card, Section
 from troll_lab.runs.comparison import Difference, M, panels
 from troll_lab.runs.comparison_tables import formatted, interval_of, plain_difference, result_interval
-from troll_lab.runs.page_frame import figure_card
-from troll_lab.runs.plot import LIGHT, drawing, line_style
 from troll_lab.runs.recorded import Measure
 from troll_lab.runs.statistics import seed_differences
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
 _PER_LINE, _MARGINS = 0.42, 0.75  # inches for each method, and for the axis with its labels
 _UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
@@ -28,10 +24,10 @@ _DOT_NOTE = (
 )
 
 
-def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> str:
+def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> Section:
     """The section of the page with a figure of the results and one of the differences for each panel.
 
-    It is empty if no method has a result. The notes follow the explanation of the dots.
+    It has no cards if no method has a result. The notes follow the explanation of the dots.
     """
     cards = []
     for number, (title, members) in enumerate(panels(methods), start=1):
@@ -63,10 +59,7 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
         ]
         if lines:
             cards.append(_dots(f"lead-{number}", title, "paired difference, seed by seed", lines, measure, zero=True))
-    if not cards:
-        return ""
-    note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
-    return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
+    return Section("Outcome", cards, " ".join([_DOT_NOTE, *notes]))
 
 
 def _short(method: M, members: Mapping[str, M]) -> str:
@@ -84,7 +77,7 @@ class _Line:
     seeds: Sequence[float]
 
 
-def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Measure, zero: bool = False) -> str:
+def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Measure, zero: bool = False) -> Card:
     def paint(axes: Axes) -> None:
         if zero:
             axes.axvline(0, color=LIGHT["ink"], linewidth=1)
@@ -104,17 +97,7 @@ def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Mea
         axes.set_ylim(-0.45, len(lines) - 0.3)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
-        format_axis(axes.xaxis, measure, sign=zero)
+        format_values(axes.xaxis, measure == "success", "" if zero else " %", sign=zero)
 
-    plot = drawing(slug, escape(f"{what}, {title}"), paint, _MARGINS + _PER_LINE * len(lines))
-    return figure_card(slug, f'{escape(title)} <span class="unit">{escape(what)}</span>', plot)
-
-
-def format_axis(axis: Axis, measure: Measure, sign: bool = False) -> None:
-    """Labels an axis of successes in per cent, of rewards as they are; with `sign`, positive values show it."""
-
-    def label(value: float, _: object) -> str:
-        value = round(100 * value if measure == "success" else value, 9)
-        return f"{value:{'+' if sign and value else ''}g}".replace("-", "−") + ("" if sign else _UNIT[measure])
-
-    axis.set_major_formatter(label)
+    height = _MARGINS + _PER_LINE * len(lines)
+    return Card(slug, title, inline_figure(slug, f"{what}, {title}", paint, height), what)

@@ -1,0 +1,178 @@
+"""The page about one run: its held-out success, its curves and its settings in a single HTML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from troll.files import write_atomically
+from troll_lab.reports.charts import (
+    BOUND,
+    CHARTS,
+    CONDITIONING,
+    GRADIENT_NORM,
+    Chart,
+    diagnostic_charts,
+    evaluation_charts,
+)
+from troll_lab.reports.curves import changes, curve_card
+from troll_lab.reports.page import Section, render
+from troll_lab.runs.recorded import (
+    HELD_OUT,
+    SHARE,
+    TRUST,
+    Rows,
+    eval_questions,
+    metric,
+    number,
+    read_metrics,
+    read_summary,
+)
+from troll_lab.runs.statistics import wilson_interval
+from troll_lab.runs.text import duration, percent
+
+_FACTS = {
+    "status": "Status",
+    "recipe": "Recipe",
+    "task": "Task",
+    "model": "Model",
+    "surrogate": "Surrogate",
+    "advantage_estimator": "Advantage estimator",
+    "kl_bound": "KL bound ε",
+    "steps": "Optimiser steps",
+    "rollouts": "Rollouts",
+    "updates_per_rollout": "Updates per rollout",
+    "eval_size": "Held-out problems",
+    "seed": "Seed",
+    "machine": "Machine",
+}
+
+
+def write_report(run_folder: Path) -> Path:
+    """Writes `report.html` of a run, finished or not, from the files of its folder.
+
+    It reads `config.yaml` (which the page shows unchanged), `summary.json` and `metrics.jsonl`. Each file and each key
+    may be missing. The same files give the same bytes, and an earlier report is replaced atomically.
+
+    Args:
+        run_folder: The folder that `troll train` wrote.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        FileNotFoundError: If the folder holds none of the three files.
+        ValueError: If a file is malformed. A last line of metrics that a crash cut short is left out instead.
+    """
+    config, metrics = run_folder / "config.yaml", run_folder / "metrics.jsonl"
+    if not any(path.is_file() for path in (config, run_folder / "summary.json", metrics)):
+        raise FileNotFoundError(
+            f"{run_folder} is not a run folder: it has no config.yaml, summary.json or metrics.jsonl"
+        )
+    summary = read_summary(run_folder)
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    page = render(
+        "run.html",
+        name=str(summary.get("recipe") or run_folder.resolve().name),
+        status=summary.get("status"),
+        **_headline(summary),
+        steps=sorted({row["step"] for row in rows}),
+        sections=_sections(rows, summary) if rows else [],
+        facts=_facts(summary),
+        configuration=config.read_text(encoding="utf-8") if config.is_file() else None,
+    )
+    report = run_folder / "report.html"
+    write_atomically(report, page)
+    return report
+
+
+def _headline(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template's headline names: successes or rewards, the effort, and intervals of the successes."""
+    success = {when: number(summary.get(f"success_{when}"), SHARE) for when in ("before", "after")}
+    rewards = [number(summary.get(f"reward_{when}")) for when in ("before", "after")]
+    shown_rewards = ["not measured" if reward is None else f"{reward:.3g}" for reward in rewards]
+    rollouts, seconds = number(summary.get("rollouts")), number(summary.get("training_seconds"))
+    effort = [f"{rollouts:g} rollouts"] if rollouts is not None else []
+    effort += [duration(seconds)] if seconds is not None else []
+    outcome = [f"in {', '.join(effort)}"] if effort else []
+    if success["before"] is not None and success["after"] is not None:
+        outcome.insert(0, f"{100 * (success['after'] - success['before']):+.1f} points".replace("-", "−"))
+    size = eval_questions(summary)
+    ends = [(when, share) for when, share in success.items() if share is not None]
+    return {
+        "success": success,
+        "rewards": [] if rewards == [None, None] else shown_rewards,
+        "outcome": outcome,
+        "size": size,
+        "intervals": [] if size is None else [f"{when} {_interval(share, size)}" for when, share in ends],
+    }
+
+
+def _interval(share: float, size: int) -> str:
+    low, high = wilson_interval(share, size)
+    return f"{100 * low:.1f}–{percent(high)}"
+
+
+def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
+    facts = {label: str(summary[key]) for key, label in _FACTS.items() if summary.get(key) is not None}
+    if (seconds := number(summary.get("training_seconds"))) is not None:
+        facts["Time in training steps"] = duration(seconds)
+    versions = summary.get("versions")
+    if isinstance(versions, dict) and versions:
+        facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return facts
+
+
+def _sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
+    """The cards of all curves with data, and a sentence for each chart that should have data and has none."""
+    bound = _bound(rows, summary)
+    last = max(1, int(number(summary.get("steps")) or 0), *(row["step"] for row in rows))
+    size = eval_questions(summary)
+    held_out = metric(rows, HELD_OUT)
+    intervals = {HELD_OUT: {step: wilson_interval(share, size) for step, share in held_out.items()} if size else {}}
+    # The charts of a trust region are not missing in a run without one.
+    without_region = summary.get("surrogate", "troll") != "troll"
+    names = dict.fromkeys(name for row in rows for name in row)
+    more = {"Evaluation": evaluation_charts(names), "Diagnostics": diagnostic_charts(names)}
+    sections = []
+    for title, charts in {**CHARTS, **more}.items():
+        cards, missing = [], []
+        for chart in charts:
+            data = {key: metric(rows, key) for key in chart.lines}
+            if chart.shown == "if it changes" and not any(map(changes, data.values())):
+                continue
+            if any((curve > 0).any() or (chart.scale != "log" and len(curve)) for curve in data.values()):
+                shown_bound = bound if chart.with_bound else None
+                cards.append(curve_card(chart, data, last, intervals, shown_bound, _note(chart, rows)))
+            elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
+                logged = any(map(len, data.values()))
+                why = "it was never above zero" if logged else "this run logged no value of it"
+                missing.append(f"{chart.title} is left out: {why}.")
+        if cards or missing:
+            sections.append(Section(title, cards, missing=missing))
+    return sections
+
+
+def _bound(rows: Rows, summary: Mapping[str, Any]) -> pd.Series | None:
+    """ε by step if it changes, else a single value; None if it is unknown."""
+    bound, fixed = metric(rows, BOUND), number(summary.get("kl_bound"), (1e-300, math.inf))
+    if changes(bound):
+        return bound
+    return None if fixed is None else pd.Series([fixed])
+
+
+def _note(chart: Chart, rows: Rows) -> str:
+    """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
+    notes = []
+    for key, label in chart.lines.items():
+        if key.startswith(CONDITIONING):
+            both = pd.concat([metric(rows, key), metric(rows, GRADIENT_NORM)], axis=1, join="inner")
+            if len(both) > 2 and all(changes(both[column]) for column in both):  # else there is no correlation
+                correlation = both.corr(method="spearman").iloc[0, 1]
+                shown = f"{correlation:+.2f}".replace("-", "−")
+                notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")
+    return " ".join(notes)
