@@ -20,7 +20,8 @@ from troll_lab.lock import locked
 from troll_lab.recipes import RecipeError
 from troll_lab.runs.build import model_path
 from troll_lab.runs.comparison import read_comparison
-from troll_lab.runs.comparison_tables import console_table, write_comparison
+from troll_lab.runs.comparison_files import write_comparison
+from troll_lab.runs.comparison_tables import console_table
 from troll_lab.runs.folders import check_same_run, claim
 from troll_lab.runs.grid import PlannedRun
 from troll_lab.runs.recorded import MANIFEST, read_summary

@@ -9,7 +9,7 @@ import pytest
 from tests.pages import Page, check_page
 from tests.troll_lab.runs.test_comparison import folder as folder
 from tests.troll_lab.runs.test_comparison import write_folder, write_run
-from troll_lab.runs.comparison_tables import write_comparison
+from troll_lab.runs.comparison_files import write_comparison
 from troll_lab.runs.recorded import MANIFEST
 
 

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from tests.pages import Page
 from troll_lab.runs.comparison import Comparison
-from troll_lab.runs.comparison_tables import console_table, markdown, write_comparison
+from troll_lab.runs.comparison_files import write_comparison
+from troll_lab.runs.comparison_tables import console_table, markdown
 from troll_lab.runs.recorded import MANIFEST, read_runs
 
 READ = {"troll": ["kl_bound"], "regression": ["kl_bound"], "clip": ["epsilon"], "none": []}

@@ -81,7 +81,11 @@ def test_register_surrogate_refuses_the_names_of_the_package(name):
         register_surrogate(name, Surrogate(shared, ShareSettings))
 
 
-@pytest.mark.parametrize("surrogate", [Surrogate(shared, ShareSettings), Surrogate(made(2)), Surrogate()], ids=str)
+@pytest.mark.parametrize(
+    "surrogate",
+    [Surrogate(shared, ShareSettings), Surrogate(made(2)), Surrogate()],
+    ids=["with settings", "without", "without a function"],
+)
 def test_register_surrogate_takes_the_same_one_again(surrogate):
     register_surrogate("mine", surrogate)
     register_surrogate("mine", surrogate)
