@@ -91,3 +91,10 @@ def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it(file: str, folder
     assert mirror == [str(tests / mirrored)]
     assert rest[0] == str(tests / folder)
     assert rest[-2:] == ["--deselect", f"tests/{mirrored}"]
+
+
+def test_tests_of_a_mutant_that_was_killed_begin_with_its_killers() -> None:
+    killers = "troll/test_files.py::test_one[a b] troll/test_files.py::test_two troll/gone.py::test_three timeout"
+    mutant = Mutant("troll", "troll/files.py", 1, 0, "", "", "", "killed", killers)
+    files = PROJECT / "tests" / "troll" / "test_files.py"
+    assert mutation.tests_of(mutant, PROJECT)[0] == [f"{files}::test_one", f"{files}::test_two"]
