@@ -14,6 +14,7 @@ from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
 from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.projection import Projection, project
+from troll.trust_region.rate import KLTarget
 from troll.trust_region.reading.capture import capture
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.logits import Logits
@@ -22,6 +23,7 @@ from troll.trust_region.step import TrustRegionStep, trust_region_step
 
 __all__ = [
     "Constraint",
+    "KLTarget",
     "LMHead",
     "Logits",
     "PackedPolicy",

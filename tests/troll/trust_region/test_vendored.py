@@ -16,6 +16,7 @@ import sys
 import torch
 from borrowed.inner.policy.packed import PackedPolicy
 from borrowed.inner.loss import troll_loss
+from borrowed.inner.rate import KLTarget
 from borrowed.inner.reading.capture import capture
 from borrowed.inner.reading.head import LMHead
 from borrowed.inner.step import trust_region_step
@@ -32,6 +33,7 @@ for _ in range(2):
     loss.backward()
     optimizer.step()
 assert metrics["projected_fraction"] > 0, metrics
+assert KLTarget(0.03, updates_per_rollout=2, learning_rate=1.0).update(metrics["kl_before_mean"].item(), 0) == 0.01
 assert not [name for name in sys.modules if name.partition(".")[0] == "troll"]
 print("trained")
 """

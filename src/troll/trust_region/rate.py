@@ -1,0 +1,353 @@
+"""The learning rate that moves the policy a wanted KL away from the one that sampled, found by measuring.
+
+How far a policy may move while one rollout is used is a number of nats. Which learning rate moves it that far depends
+on the model, the optimiser and the weights that are trained: 2e-4 for LoRA on SmolLM2, 1e-5 for all of its weights. So
+the KL is chosen, and the rate is derived from what the last updates did. Let T be the target, and for one update
+
+    a     the age of its rollout: the number of updates since it was sampled
+    A     the age of a rollout's last update: updates_per_rollout − 1 + staleness
+    D     the walk: the sum of the rates that these a updates really used
+    W(a)  = T √(A/7) (a/A)^p, the KL that is wanted at age a; W = W(A)
+    KL    what was measured, less what is measured at age 0, where both policies are the same
+
+The KL grows as the walk to the power p = 1.7 (2 by Taylor's theorem; with constant rates, 1.5 to 1.9 was measured). So
+every update, at any age and any rate, says how long a walk reaches W, and the rate is that walk divided by A:
+
+    rate  =  s / A · geometric mean of  D (W / KL)^(1/p)  over the updates of one rollout,    s the schedule
+
+This is TRPO's step length √(2δ / xᵀFx), except that the last updates show the curvature, and no product with F is
+needed. It is an estimate and not a feedback. rsl_rl's rule (`KLAdaptiveLR` in torchrl and skrl) multiplies or divides
+the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old as the rollout and oscillates, takes
+23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
+keeps its shape.
+
+The KL is the divergence from the policy that sampled, not from a reference model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: p, the power of the walk with which the KL grows.
+EXPONENT = 1.7
+#: The search begins at this part of `learning_rate`, and goes no farther from there than by this factor.
+START, RANGE = 0.01, 1e6
+#: How much the rate may grow in an update: usually; if the KL at the present rate is below a part of the wanted one;
+#: and if all that is known is a bound of the KL.
+GROWTH, FAR_GROWTH, BOUND_GROWTH = 1.25, ((1 / 1000, 10.0), (1 / 16, 2.0)), 2.0
+#: How far the rate may grow above the one that first reached the wanted KL.
+REACHED_GROWTH = 10.0
+#: The fewest measurements to average. Where a rollout has two updates, only one of them is a measurement.
+FEWEST = 4
+#: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it is no rise. It is
+#: judged while the KL is between two parts of the wanted one: smaller KLs may be rounding.
+LEAST_RISE, JUDGED = 0.25, (1 / 1000, 3 / 4)
+#: Entropy and success are compared with their mean over about this many rollouts; the floor is a mean of as many.
+RECENT_ROLLOUTS = 10
+#: The smallest KL of which a logarithm is taken, as a part of the wanted one.
+LEAST_KL = 1e-9
+
+
+def wanted_kl(target: float, age: float, last_age: int) -> float:
+    """W(a) in nats, the KL that is wanted of an update whose rollout is `age` updates old."""
+    return target * math.sqrt(last_age / 7) * (age / last_age) ** EXPONENT
+
+
+def far_growth(ratio: float) -> float:
+    """The largest factor in one update for a rate that should become `ratio` times as large, if that is far; else 1."""
+    part = ratio**-EXPONENT  # The KL at the present rate, as a part of the wanted one.
+    return next((growth for limit, growth in FAR_GROWTH if part < limit), 1.0)
+
+
+def walk_of(rates: Sequence[float], age: float) -> float:
+    """The sum of the last `age` rates, the first of them in part if age is no integer; 0 if they are not all known."""
+    count = math.ceil(age)
+    if not 0 < count <= len(rates):
+        return 0.0
+    return sum(rates[-count:]) - (count - age) * rates[-count]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of at least one value."""
+    return sum(values) / len(values)
+
+
+@dataclass
+class _State:
+    """What a resumed run continues with, in types that JSON has."""
+
+    #: The rate of the last update, before the schedule.
+    rate: float
+    #: The rates that the last updates used, the newest last; 0 where the policy did not move.
+    walked: list[float] = field(default_factory=list)
+    #: (log a, log D, log KL) of the last measurements, those of a rollout.
+    measured: list[list[float]] = field(default_factory=list)
+    #: The number of measurements since the last that was only a bound, or of a rollout younger than usual.
+    clear: int = 0
+    #: The last KLs at age 0.
+    floor: list[float] = field(default_factory=list)
+    #: Of entropy and of success: the mean over few updates, the mean over many, and the number of updates.
+    levels: dict[str, list[float]] = field(default_factory=dict)
+    #: The rate that first reached the wanted KL.
+    reached: float | None = None
+    #: (log D, log KL, rate), means over a rollout, with which those of a walk twice as long are compared.
+    compared: list[float] | None = None
+    #: The limit of the rate since a larger one did not raise the KL, and the mean log KL with it.
+    held: list[float] | None = None
+    #: The names of the warnings that were given.
+    warned: list[str] = field(default_factory=list)
+
+
+class KLTarget:
+    """Sets the learning rate of every update so that the KL in a rollout's last update becomes a wanted one.
+
+        target = troll.KLTarget(0.03, updates_per_rollout=8, learning_rate=1e-2)
+        ...
+        rate = target.update(kl, age)    # in every update, before the optimiser's step, which uses it
+
+    The rate is not raised while entropy or success is below half of its recent mean: a policy that has collapsed
+    measures a small KL. It is not raised above ten times the rate that first reached the wanted KL. And if a rate twice
+    as large has not raised the KL, it goes back, and stays there until the KL changes. Each of these gives one warning.
+
+    The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
+
+    Args:
+        kl: T > 0, the wanted mean KL(p̃ ‖ p) over tokens, in nats, in the last of eight updates on a rollout. If a
+            rollout's last update has age A instead of 7, √(A/7) times as much is wanted there.
+        updates_per_rollout: U ≥ 1, the updates on one rollout; at least 2 if there is no staleness.
+        learning_rate: The search begins at a hundredth of it: a first rate that is too high can ruin the policy, and
+            one that is too low costs a rollout or two.
+        staleness: The number of updates between the sampling of a rollout and its first update, as in asynchronous
+            training.
+        warn: Takes the text of each warning; None for `warnings.warn`.
+
+    Raises:
+        ValueError: If a number is out of its range, or `updates_per_rollout` is 1 and there is no staleness.
+    """
+
+    def __init__(
+        self,
+        kl: float,
+        *,
+        updates_per_rollout: int,
+        learning_rate: float,
+        staleness: int = 0,
+        warn: Callable[[str], object] | None = None,
+    ) -> None:
+        for name, value in (("kl", kl), ("learning_rate", learning_rate)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        for name, count, least in (("updates_per_rollout", updates_per_rollout, 1), ("staleness", staleness, 0)):
+            if not isinstance(count, int) or count < least:
+                raise ValueError(f"{name} must be an integer, at least {least}, got {count}")
+        if updates_per_rollout + staleness < 2:
+            raise ValueError(
+                "updates_per_rollout must be at least 2 for a KL target, got 1: in the first update on a rollout the "
+                "policy is still the one that sampled, and its KL says nothing about the learning rate"
+            )
+        self.kl = kl
+        #: A, the age of a rollout's last update.
+        self.last_age = updates_per_rollout - 1 + staleness
+        self._staleness, self._start = staleness, START * learning_rate
+        # The measurements of a rollout; at age 0 there is none. And the updates that give them.
+        self._window = max(updates_per_rollout - (staleness == 0), FEWEST)
+        self._updates = max(updates_per_rollout, 2 * FEWEST)
+        self._warn = warn or (lambda message: warnings.warn(message, stacklevel=2))
+        self._state = _State(self._start)
+
+    @property
+    def rate(self) -> float:
+        """The rate of the last update, before the schedule."""
+        return self._state.rate
+
+    def wanted(self, age: float) -> float:
+        """The KL in nats that is wanted of an update whose rollout is `age` updates old."""
+        return wanted_kl(self.kl, age, self.last_age)
+
+    def update(
+        self,
+        kl: float,
+        age: float,
+        *,
+        schedule: float = 1.0,
+        moves: bool = True,
+        entropy: float | None = None,
+        success: float | None = None,
+    ) -> float:
+        """Takes what an update has measured before its step, and returns the rate for this step.
+
+        An update leaves the rate as it is if its KL is not finite, its age is below 1, or the policy has not moved
+        since its rollout was sampled.
+
+        Args:
+            kl: The mean KL(p̃ ‖ p) of the update's tokens over all processes, in nats; NaN if it has no token.
+            age: The number of calls of this method since the update's tokens were sampled, not counting this one; the
+                mean if they come from several rollouts.
+            schedule: s ≥ 0, the schedule for this step, relative to its peak.
+            moves: False if this step does not train the policy: no token counts, none has an advantage, or only a
+                critic is trained.
+            entropy: The mean entropy of the update's tokens, if it is known.
+            success: The mean success or reward of the update's sequences, at least 0, if it is known.
+
+        Returns:
+            The rate for this step, with the schedule.
+
+        Raises:
+            ValueError: If age or schedule is negative or not finite.
+        """
+        for name, value in (("age", age), ("schedule", schedule)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        state = self._state
+        kl, age = float(kl), float(age)  # A tensor must not get into the state.
+        # One batch tells the entropy, and not the success.
+        levels = (("entropy", entropy, 1), ("success", success, self._updates))
+        fallen = [name for name, value, window in levels if self._has_fallen(name, value, window)]
+        walk = walk_of(state.walked, age)
+        if math.isfinite(kl) and age == 0:
+            state.floor = [*state.floor, max(kl, 0.0)][-RECENT_ROLLOUTS:]
+        elif math.isfinite(kl) and age >= 1 and 0 < walk < math.inf:
+            self._observe(kl, age, walk, fallen)
+        rate = state.rate * float(schedule)
+        state.walked = [*state.walked, rate if moves else 0.0][-4 * (self.last_age + 1) :]
+        return rate
+
+    def used(self, rate: float) -> None:
+        """Corrects the rate of the last update, if its step did not use what `update` returned.
+
+        Args:
+            rate: The rate that was used; 0 if the step was skipped, as in fp16 after an overflow.
+
+        Raises:
+            ValueError: If the rate is negative or not finite, or there was no update.
+        """
+        if not 0 <= rate < math.inf or not self._state.walked:
+            raise ValueError(f"rate must be that of an update, finite and at least 0, got {rate}")
+        self._state.walked[-1] = float(rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint; it survives JSON."""
+        return dataclasses.asdict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the state of a checkpoint. Settings are not part of it."""
+        self._state = _State(**copy.deepcopy(state))
+
+    def _observe(self, kl: float, age: float, walk: float, fallen: Sequence[str]) -> None:
+        """Takes a measurement after a walk, and moves the rate."""
+        state, wanted = self._state, self.wanted(age)
+        floor = mean(state.floor) if state.floor else 0.0
+        if floor > wanted / 2:
+            if age >= self.last_age:
+                self._tell(
+                    "floor",
+                    f"a KL target of {self.kl:g} cannot be followed: before the policy has moved, {floor:.2g} nats are "
+                    f"measured, and no update should have more than {wanted:.2g}. Set a target above "
+                    f"{2 * floor / wanted * self.kl:.2g}, or remove noise: use float32, no dropout, and the trainer's "
+                    "own old policy",
+                )
+            return
+        # A KL that does not stand out from the floor is at most as large. That can only show that the rate is too low.
+        excess, least = kl - floor, max(floor, LEAST_KL * wanted)
+        measured = [math.log(age), math.log(walk), math.log(max(excess, least))]
+        log_rate, bound = self._log_rate([measured]), excess <= least
+        if bound and state.measured and log_rate <= self._log_rate(state.measured):
+            return
+        if fallen and log_rate > math.log(state.rate):
+            self._tell(
+                "fallen",
+                f"the {' and the '.join(fallen)} fell below half of the recent mean. Until it recovers, the learning "
+                "rate is not raised: a policy that has collapsed measures a small KL. Look at what it samples; if it "
+                f"has collapsed, begin again with a KL target below {self.kl:g}",
+            )
+            return
+        # During the search, an older bound is only looser.
+        older = [] if bound and state.reached is None else state.measured
+        state.measured = [*older, measured][-self._window :]
+        state.clear = 0 if bound or age < self._staleness else state.clear + 1
+        self._hold_if_saturated()
+        self._move_rate(1.0 if fallen else BOUND_GROWTH if bound else GROWTH)
+        if state.reached is None and excess >= wanted and age >= max(self._staleness, self.last_age / 2):
+            state.reached = state.rate
+
+    def _log_rate(self, measured: Sequence[Sequence[float]]) -> float:
+        """The logarithm of the geometric mean of D (W / KL)^(1/p), divided by A."""
+        _, log_walk, log_kl = map(mean, zip(*measured, strict=True))
+        return log_walk + (math.log(self.wanted(self.last_age)) - log_kl) / EXPONENT - math.log(self.last_age)
+
+    def _hold_if_saturated(self) -> None:
+        """Limits the rate if a walk twice as long has not raised the KL, until the KL reaches the wanted one or halves."""
+        state = self._state
+        log_age, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
+        log_part = log_kl - math.log(self.wanted(math.exp(log_age)))
+        if state.held is not None and (log_part >= 0 or log_kl < state.held[1] - math.log(2)):
+            state.held = None
+        # Means can be compared if each is over all ages of a rollout.
+        if state.clear < self._window or not math.log(JUDGED[0]) < log_part < math.log(JUDGED[1]):
+            state.compared = None
+            return
+        if state.compared is not None:
+            longer, larger = log_walk - state.compared[0], log_kl - state.compared[1]
+            if 0 <= longer < math.log(2):
+                return
+            if longer > 0 and larger < LEAST_RISE * EXPONENT * longer:
+                state.held = [state.compared[2], state.compared[1]]
+                self._tell(
+                    "held",
+                    f"a KL target of {self.kl:g} is out of reach: the KL is {math.exp(log_part):.0%} of the wanted, "
+                    f"and {math.exp(longer):.2g} times the learning rate did not raise it. The rate is held at "
+                    f"{state.held[0]:.2g}; lower the target",
+                )
+                return
+        state.compared = [log_walk, log_kl, state.rate]
+
+    def _move_rate(self, growth: float) -> None:
+        """Moves the rate to the measured one, or towards it by a factor of at most `growth`, if that is not far."""
+        state, span = self._state, math.log(RANGE)
+        away = self._log_rate(state.measured) - math.log(self._start)
+        rate = self._start * math.exp(min(max(away, -span), span))
+        if growth > 1:
+            growth = max(growth, far_growth(rate / state.rate))
+        rate = min(rate, growth * state.rate, math.inf if state.held is None else state.held[0])
+        if state.reached is not None and rate > REACHED_GROWTH * state.reached:
+            rate = REACHED_GROWTH * state.reached
+            self._tell(
+                "reached",
+                f"the learning rate stays at {rate:.2g}, {REACHED_GROWTH:g} times the one that first reached a KL "
+                f"target of {self.kl:g}. The policy moves less than it did: look at what it samples, it may have "
+                "collapsed",
+            )
+        if abs(math.log(rate / self._start)) > 0.999 * span:
+            self._tell(
+                "range",
+                f"the learning rate stays at {rate:.2g}, {rate / self._start:.0e} times the first one, and the KL does "
+                f"not meet a target of {self.kl:g}. Is it the KL to the policy that sampled, and does the optimiser "
+                "use the rate?",
+            )
+        state.rate = rate
+
+    def _has_fallen(self, name: str, value: float | None, window: int) -> bool:
+        """Takes a value, if there is one; whether its mean over `window` updates is below half of the recent one."""
+        now, recent, count = self._state.levels.get(name, (0.0, 0.0, 0))
+        if value is not None and math.isfinite(value):
+            value, count = float(value), count + 1
+            part = 1 / min(count, window)
+            now = (1 - part) * now + part * value
+            part = 1 / min(count, RECENT_ROLLOUTS * self._updates)
+            if now < recent / 2 > 0:
+                part /= 10  # What is recent changes slowly here, or a collapse would soon be usual.
+            recent = (1 - part) * recent + part * value
+            self._state.levels[name] = [now, recent, count]
+        return now < recent / 2 > 0
+
+    def _tell(self, name: str, message: str) -> None:
+        """Gives a warning, once."""
+        if name not in self._state.warned:
+            self._state.warned.append(name)
+            self._warn(message)

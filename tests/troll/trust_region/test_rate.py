@@ -1,0 +1,511 @@
+"""The learning rate that follows a KL target, with policies whose KL grows with the rates in known ways."""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from troll import KLTarget
+from troll.trust_region.rate import GROWTH, START, far_growth, mean, walk_of, wanted_kl
+
+TARGET = 0.03
+#: The constant rate with which the KL in a rollout's last update is the wanted one.
+RIGHT = 1e-4
+#: Updates per rollout and staleness. In the last one, rollouts are up to 128 updates old.
+SHORT, USUAL, LONG, STALE = (2, 0), (8, 0), (32, 0), (8, 121)
+SCALES = [SHORT, USUAL, LONG, STALE]
+#: KLs of a walk of given rates, up to a factor.
+LAWS: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum of rate^1.5": lambda rates: sum(rate**1.5 for rate in rates),
+    "sum of rate^2": lambda rates: sum(rate**2 for rate in rates),
+    "square of the sum": lambda rates: sum(rates) ** 2,
+}
+
+
+@dataclass
+class Policy:
+    """A policy that is trained by a simulated loop, and what the loop has seen of it.
+
+    Attributes:
+        law: How its KL grows.
+        scale: Updates per rollout, and staleness.
+        start: The first rate, in right ones.
+        noise: The standard deviation of the logarithm of what is measured.
+        floor: The KL that is measured on top, before noise.
+        most: The KL approaches this.
+        target: The wanted KL.
+        factor: What the KL is multiplied by; changes are a change of the policy.
+    """
+
+    law: str = "square of the sum"
+    scale: tuple[int, int] = USUAL
+    start: float = 1.0
+    seed: int = 0
+    noise: float = 0.3
+    floor: float = 0.0
+    most: float = math.inf
+    target: float = TARGET
+    factor: float = 1.0
+    entropy: float | None = None
+    success: float | None = None
+    #: The rates that were used, the same before the schedule, and the KLs without noise and floor.
+    used: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    kls: list[float] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.updates, self.staleness = self.scale
+        self.control = KLTarget(
+            self.target,
+            updates_per_rollout=self.updates,
+            staleness=self.staleness,
+            learning_rate=self.start * RIGHT / START,
+            warn=self.warnings.append,
+        )
+
+    @property
+    def last_kl(self) -> float:
+        """The KL that is wanted in a rollout's last update."""
+        return self.control.wanted(self.control.last_age)
+
+    def measure(self, kl: float) -> float:
+        """A KL as a batch shows it."""
+        return sum(part * math.exp(self.random.gauss(0, self.noise)) for part in (kl, self.floor))
+
+    def train(self, rollouts: int, schedule: Callable[[int], float] = lambda update: 1.0) -> "Policy":
+        """Makes the updates of some rollouts; a schedule is a function of the update's number."""
+        law = LAWS[self.law]
+        for update in range(len(self.used), len(self.used) + rollouts * self.updates):
+            # Until enough updates have been made, asynchronous rollouts are of the first policy.
+            age = min(update, self.staleness + update % self.updates)
+            walk = self.used[len(self.used) - age :]
+            kl = self.factor * self.last_kl * law(walk) / law([RIGHT] * self.control.last_age)
+            kl = kl if self.most == math.inf else self.most * kl / (self.most + kl)
+            self.kls.append(kl)
+            rate = self.control.update(
+                self.measure(kl), age, schedule=schedule(update), entropy=self.entropy, success=self.success
+            )
+            self.used.append(rate)
+            self.rates.append(self.control.rate)
+        return self
+
+
+def spread(rates: Sequence[float]) -> float:
+    return max(rates) / min(rates)
+
+
+@pytest.mark.parametrize("start", [1e-4, 1.0, 10.0])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rate_is_found_and_kept(law, scale, start, seed):
+    policy = Policy(law, scale, start, seed).train(60)
+    found = 3 if scale in (USUAL, LONG) else 18
+    late = policy.rates[(found - 1) * policy.updates :]
+    assert min(late) > RIGHT / 2 and max(late) < RIGHT * 2
+    assert spread(policy.rates[30 * policy.updates :]) < 2
+    # A first step that is ten times too long cannot be undone, and nothing much worse follows it.
+    assert max(policy.kls) < 3 * max(policy.last_kl, policy.kls[1])
+    assert max(policy.kls) < 50 * TARGET
+    assert not policy.warnings
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("law", LAWS)
+def test_search_does_not_overshoot(law, scale):
+    policy = Policy(law, scale, start=1e-4).train(60)
+    assert max(policy.rates) < 4 * RIGHT
+    assert max(policy.kls) < 3 * policy.last_kl
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "warm-up": lambda part: min(10 * part, 1.0),
+    "linear": lambda part: 1 - part,
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "warm-up and cosine": lambda part: min(10 * part, 1.0) * (1 + math.cos(math.pi * part)) / 2,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("law", LAWS)
+def test_schedule_keeps_its_shape(law, scale, schedule):
+    rollouts = 60
+    policy = Policy(law, scale)
+    values = [SCHEDULES[schedule](update / (rollouts * policy.updates)) for update in range(rollouts * policy.updates)]
+    policy.train(rollouts, values.__getitem__)
+    assert policy.used == pytest.approx([rate * value for rate, value in zip(policy.rates, values, strict=True)])
+    # A control that undid the schedule would raise the rate tenfold where the schedule is a tenth.
+    late = range(20 * policy.updates, rollouts * policy.updates)
+    usual = mean(Policy(law, scale).train(rollouts).rates[late.start :])
+    kept = [policy.rates[update] for update in late if values[update] >= 0.1]
+    assert usual / 2 < min(kept) and max(kept) < usual * 2
+    assert not policy.warnings
+
+
+def test_warm_up_from_zero_begins():
+    policy = Policy(scale=SHORT, noise=0.0).train(60, lambda update: min(update / 40, 1.0))
+    assert policy.used[0] == 0 and policy.used[-1] == pytest.approx(RIGHT, rel=0.05)
+
+
+# What one measurement says
+
+
+def test_wanted_kl_is_target_after_eight_updates():
+    assert wanted_kl(TARGET, 7, 7) == TARGET
+    assert wanted_kl(TARGET, 28, 28) == pytest.approx(2 * TARGET)
+    assert wanted_kl(TARGET, 1, 7) == pytest.approx(TARGET / 7**1.7)
+
+
+def moved(rate: float = RIGHT) -> KLTarget:
+    """A control after the first update of a rollout."""
+    control = KLTarget(TARGET, updates_per_rollout=8, learning_rate=rate / START)
+    assert control.update(0.0, 0) == pytest.approx(rate)
+    return control
+
+
+@pytest.mark.parametrize("factor", [1.2, 1.0, 0.5, 0.01])
+def test_rate_is_walk_that_reaches_wanted_kl(factor):
+    control = moved()
+    assert control.update(control.wanted(1) * factor**-1.7, 1) == pytest.approx(factor * RIGHT)
+
+
+def test_walk_is_sum_of_used_rates():
+    control = moved()
+    control.used(RIGHT / 4)
+    assert control.update(control.wanted(1), 1, schedule=0.5) == pytest.approx(RIGHT / 8)  # the rate of that walk, × s
+    assert control.rate == pytest.approx(RIGHT / 4)
+    # A walk of 3/8: twice 3/16, the mean with 1/4 is taken.
+    assert control.update(control.wanted(2), 2) == pytest.approx(RIGHT * math.sqrt(3 / 16 / 4))
+
+
+@pytest.mark.parametrize(("age", "walk"), [(0, 0), (1, 3), (2, 5), (2.5, 5.5), (3, 6), (3.01, 0), (4, 0), (1e300, 0)])
+def test_walk_of_takes_newest_rates(age, walk):
+    assert walk_of([1.0, 2.0, 3.0], age) == pytest.approx(walk)
+
+
+@pytest.mark.parametrize(("part", "growth"), [(1.1e-3, 2), (0.9e-3, 10), (0.9 / 16, 2), (1.1 / 16, 1), (1, 1), (9, 1)])
+def test_far_growth_follows_kl(part, growth):
+    assert far_growth(part ** (-1 / 1.7)) == growth
+
+
+@pytest.mark.parametrize(
+    ("part", "growth"), [(1.5, 1.5 ** (-1 / 1.7)), (0.5, GROWTH), (0.05, 2), (1e-4, 10), (0.0, 10)]
+)
+def test_rate_grows_by_limited_factor(part, growth):
+    control = moved()
+    assert control.update(part * control.wanted(1), 1) == pytest.approx(growth * RIGHT)
+
+
+SILENT = {
+    "age 0": (1.0, 0),
+    "NaN": (math.nan, 1),
+    "infinite": (math.inf, 1),
+    "older than training": (1.0, 50),
+    "mostly fresh": (1.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_update_that_says_nothing_keeps_rate(what):
+    control = moved()
+    before = control.update(control.wanted(1), 1)
+    state = control.state_dict()
+    assert control.update(*SILENT[what]) == before
+    after = control.state_dict()
+    assert after.pop("walked") == [*state.pop("walked"), before]
+    if what == "age 0":
+        assert after.pop("floor") == [*state.pop("floor"), 1.0]
+    assert after == state
+
+
+@pytest.mark.parametrize("still", ["moves", "used", "schedule"])
+def test_policy_that_has_not_moved_says_nothing(still):
+    control = KLTarget(TARGET, updates_per_rollout=8, learning_rate=RIGHT / START)
+    for age in range(8):
+        control.update(0.0 if age == 0 else 1.0, age, moves=still != "moves", schedule=float(still != "schedule"))
+        if still == "used":
+            control.used(0.0)
+        assert control.rate == pytest.approx(RIGHT)
+
+
+def test_update_that_does_not_move_adds_nothing():
+    trained, idle = moved(), moved()
+    idle.update(math.nan, 1, moves=False)
+    assert idle.update(trained.wanted(2), 2) == pytest.approx(trained.update(trained.wanted(2), 1))
+
+
+# The floor
+
+
+@pytest.mark.parametrize("start", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize(("scale", "floor"), [(SHORT, 7e-4), (SHORT, 2e-3), (USUAL, 7e-4), (USUAL, 5e-3), (LONG, 5e-3)])
+@pytest.mark.parametrize("law", LAWS)
+def test_rate_is_found_above_floor(law, scale, floor, start):
+    policy = Policy(law, scale, start, floor=floor).train(60)
+    late = policy.rates[30 * policy.updates :]
+    assert min(late) > RIGHT / 2 and max(late) < 2 * RIGHT and spread(late) < 2
+    assert not policy.warnings
+
+
+def test_floor_is_subtracted():
+    plain, noisy = moved(), moved()
+    noisy.load_state_dict({**noisy.state_dict(), "floor": [1e-4, 2e-4, 3e-4]})
+    for age in range(1, 8):
+        kl = 0.9 * plain.wanted(age)
+        assert noisy.update(kl + 2e-4, age) == pytest.approx(plain.update(kl, age))
+
+
+@pytest.mark.parametrize("part", [0.45, 0.55])
+def test_floor_above_half_of_wanted_silences_that_age(part):
+    control = moved()
+    control.load_state_dict({**control.state_dict(), "floor": [part * control.wanted(1)]})
+    rate = control.update(10 * control.wanted(1), 1)
+    assert (rate == pytest.approx(RIGHT)) == (part > 0.5)
+    assert control.update(10 * control.wanted(2), 2) < RIGHT / 2
+
+
+def test_floor_that_silences_all_ages_is_told_once():
+    policy = Policy(start=0.1, noise=0.0, floor=0.02).train(20)
+    assert spread(policy.rates) == 1
+    (message,) = policy.warnings
+    assert all(part in message for part in ("0.03", "0.02", "Set a target above 0.04", "float32", "dropout"))
+
+
+# Policies that have collapsed, or whose KL cannot be reached
+
+
+@pytest.mark.parametrize("level", ["entropy", "success"])
+@pytest.mark.parametrize("scale", [SHORT, USUAL, LONG])
+def test_rate_does_not_grow_while_level_is_low(scale, level):
+    policy = Policy("sum of rate^2", scale, entropy=1.0, success=0.4).train(20)
+    setattr(policy, level, 0.1)
+    policy.train(20 // policy.updates + 2)  # Until its mean shows it.
+    policy.factor = 0.03
+    fallen = policy.rates[-1]
+    policy.train(60)
+    assert max(policy.rates[-60 * policy.updates :]) <= fallen
+    (message,) = policy.warnings
+    assert level in message and "collapsed" in message
+    policy.factor = 4.0
+    policy.train(5)
+    assert policy.rates[-1] < 0.7 * fallen  # A lower rate stays possible.
+
+
+@pytest.mark.parametrize("level", ["entropy", "success"])
+@pytest.mark.parametrize("scale", [SHORT, USUAL, LONG])
+def test_rate_grows_again_when_level_recovers(scale, level):
+    policy = Policy(scale=scale, start=0.1, noise=0.0, entropy=1.0, success=0.4)
+    policy.factor = 100.0  # What is right now is a fifteenth of it.
+    policy.train(20)
+    setattr(policy, level, 0.1)
+    policy.train(20 // policy.updates + 2)
+    policy.factor = 30.0
+    low = policy.rates[-1]
+    assert max(policy.train(10).rates[-policy.updates :]) <= low
+    setattr(policy, level, 0.9)
+    policy.train(20)
+    assert policy.rates[-1] > 1.5 * low and len(policy.warnings) == 1
+
+
+def test_entropy_is_believed_at_once():
+    policy = Policy(noise=0.0, start=5.0, entropy=2.0).train(1)
+    policy.factor, policy.entropy = 1e-3, 0.5
+    fallen = policy.rates[-1]
+    assert max(policy.train(3).rates[policy.updates :]) <= fallen
+
+
+@pytest.mark.parametrize("level", [-0.5, 0.0, math.nan, None])
+def test_level_without_a_half_is_ignored(level):
+    policy = Policy(start=0.1, success=level, entropy=level).train(10)
+    assert policy.rates[-1] > RIGHT / 2 and not policy.warnings
+
+
+def test_noisy_success_does_not_stop_the_search():
+    policy = Policy(start=1e-3)
+    generator = random.Random(0)
+    for _ in range(60):  # Each rollout has 64 samples, of which 5 % succeed.
+        policy.success = sum(generator.random() < 0.05 for _ in range(64)) / 64
+        policy.train(1)
+    assert min(policy.rates[5 * policy.updates :]) > RIGHT / 2
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_rate_stays_within_ten_times_what_reached_the_kl(scale):
+    policy = Policy(scale=scale).train(40)
+    reached = policy.control.state_dict()["reached"]
+    for _ in range(200):
+        policy.factor *= 0.96
+        policy.train(1)
+    assert RIGHT / 2 < reached < 2 * RIGHT
+    assert policy.rates[-1] == max(policy.rates) == 10 * reached
+    (message,) = policy.warnings
+    assert "10 times" in message and "0.03" in message
+
+
+@pytest.mark.parametrize("start", [1e-4, 1.0])
+@pytest.mark.parametrize(("scale", "target"), [(SHORT, 0.5), (SHORT, 1.0), (USUAL, 0.5), (USUAL, 1.0), (LONG, 0.5)])
+@pytest.mark.parametrize("law", LAWS)
+def test_rate_is_held_if_target_is_out_of_reach(law, scale, target, start):
+    # The KL approaches 0.05, and a right rate is one whose KL would be the target if it did not.
+    policy = Policy(law, scale, start, most=0.05, target=target, noise=0.1).train(150)
+    assert max(policy.rates) < 20 * RIGHT
+    late = policy.rates[100 * policy.updates :]
+    assert spread(late) < 4
+    messages = [message for message in policy.warnings if "out of reach" in message]
+    assert len(messages) == 1 and f"target of {target:g}" in messages[0]
+
+
+@pytest.mark.parametrize("change", [{"most": math.inf, "factor": 400.0}, {"most": 0.01}])
+def test_rate_is_no_longer_held_once_the_policy_moves_otherwise(change):
+    policy = Policy(scale=SHORT, most=0.05, target=1.0, noise=0.1).train(100)
+    assert policy.control.state_dict()["held"] is not None
+    for name, value in change.items():
+        setattr(policy, name, value)
+    held = [policy.train(1).control.state_dict()["held"] for _ in range(8)]
+    assert None in held
+
+
+@pytest.mark.parametrize("scale", [USUAL, LONG])
+@pytest.mark.parametrize("law", LAWS)
+def test_pull_that_saturates_late_ages_is_no_failure(law, scale):
+    policy = Policy(law, scale, most=0.05).train(60)
+    assert RIGHT / 2 < policy.rates[-1] < 2 * RIGHT and not policy.warnings
+
+
+@pytest.mark.parametrize("kl", [0.0, -1.0, 1e3])
+def test_rate_that_changes_nothing_ends_in_range(kl):
+    warnings: list[str] = []
+    control = KLTarget(TARGET, updates_per_rollout=4, learning_rate=1.0, warn=warnings.append)
+    for update in range(4000):
+        control.update(0.0 if update % 4 == 0 else kl, update % 4)
+    assert control.rate == pytest.approx(1e4 if kl <= 0 else 1e-8)
+    (message,) = warnings
+    assert "does the optimiser use the rate" in message
+
+
+# Errors, state, determinism
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *(("kl", {"kl": value}) for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("learning_rate", {"learning_rate": value}) for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("updates_per_rollout", {"updates_per_rollout": value}) for value in (0, -1, 1, 2.5, math.nan)),
+        *(("staleness", {"staleness": value}) for value in (-1, 0.5)),
+    ],
+)
+def test_setting_out_of_range_is_named(name, arguments):
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got"):
+        KLTarget(**{"kl": TARGET, "updates_per_rollout": 8, "learning_rate": 1e-2, **arguments})
+
+
+def test_single_update_needs_staleness():
+    with pytest.raises(ValueError, match="updates_per_rollout must be at least 2"):
+        KLTarget(TARGET, updates_per_rollout=1, learning_rate=1e-2)
+    assert KLTarget(TARGET, updates_per_rollout=1, staleness=1, learning_rate=1e-2).last_age == 1
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_argument_out_of_range_is_named(value):
+    control = moved()
+    with pytest.raises(ValueError, match="age must be"):
+        control.update(0.1, value)
+    with pytest.raises(ValueError, match="schedule must be"):
+        control.update(0.1, 1, schedule=value)
+    with pytest.raises(ValueError, match="rate must be"):
+        control.used(value)
+    with pytest.raises(ValueError, match="rate must be that of an update"):
+        KLTarget(TARGET, updates_per_rollout=8, learning_rate=1.0).used(1.0)
+
+
+def test_warnings_are_given_by_default():
+    control = KLTarget(TARGET, updates_per_rollout=2, learning_rate=1.0)
+    with pytest.warns(UserWarning, match="KL target of 0.03 cannot be followed"):
+        for age in (0, 1):
+            control.update(1.0, age)
+
+
+def test_tensors_do_not_get_into_the_state():
+    control = moved()
+    one: Any = torch.ones(())
+    rate = control.update(0.01 * one, one, schedule=one, entropy=one, success=one)
+    control.used(0.1 * one)
+    assert type(rate) is float and json.dumps(control.state_dict())
+
+
+#: What a loop could measure, and its settings.
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1)
+UPDATES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "kl": NUMBERS,
+            "age": st.integers(0, 12) | st.floats(0, 12),
+            "schedule": st.floats(0, 1),
+            "moves": st.booleans(),
+            "entropy": NUMBERS | st.none(),
+            "success": NUMBERS | st.none(),
+        }
+    ),
+    max_size=40,
+)
+CONTROLS = st.builds(
+    KLTarget,
+    st.floats(1e-6, 10),
+    updates_per_rollout=st.integers(1, 12),
+    staleness=st.integers(1, 12),
+    learning_rate=st.floats(1e-12, 1e3),
+    warn=st.just(lambda message: None),
+)
+
+
+@settings(deadline=None)
+@given(CONTROLS, UPDATES, st.lists(st.floats(0, 1e300), max_size=40))
+def test_rate_is_positive_and_finite(control, updates, used):
+    for update, rate in itertools.zip_longest(updates, used):
+        if update is not None:
+            assert 0 <= control.update(**update) < math.inf
+        if rate is not None and control.state_dict()["walked"]:
+            control.used(rate)
+        assert 0 < control.rate < math.inf
+
+
+@settings(deadline=None)
+@given(CONTROLS, UPDATES, st.integers(0, 40))
+def test_resumed_control_continues(control, updates, cut):
+    whole, resumed = [], []
+    first = control.state_dict()
+    for number, update in enumerate(updates):
+        if number == cut:
+            kept = json.loads(json.dumps(control.state_dict(), allow_nan=False))
+        whole.append(control.update(**update))
+    if cut >= len(updates):
+        kept, cut = first, 0
+    control.load_state_dict(kept)
+    for update in updates[cut:]:
+        resumed.append(control.update(**update))
+    assert resumed == whole[cut:]
+
+
+def test_loaded_state_is_a_copy():
+    control, other = moved(), moved()
+    state = control.state_dict()
+    other.load_state_dict(state)
+    other.update(1.0, 1)
+    other.used(3.0)
+    assert state == control.state_dict() != other.state_dict()
+
+
+def test_equal_inputs_give_equal_rates():
+    assert Policy(seed=1, entropy=1.0).train(10).used == Policy(seed=1, entropy=1.0).train(10).used
