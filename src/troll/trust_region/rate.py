@@ -282,7 +282,7 @@ class KLTarget:
         return log_walk + (math.log(self.wanted(self.last_age)) - log_kl) / EXPONENT - math.log(self.last_age)
 
     def _hold_if_saturated(self) -> None:
-        """Limits the rate if a walk twice as long has not raised the KL, until the KL reaches the wanted one or halves."""
+        """Limits the rate if a walk twice as long has not raised the KL, until the KL is the wanted one, or halves."""
         state = self._state
         log_age, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
         log_part = log_kl - math.log(self.wanted(math.exp(log_age)))
