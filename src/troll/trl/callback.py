@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll.trl import checks, seam
-from troll.trl.rate import SETTLED_ROLLOUTS, KLTargetRate
+from troll.trl.kl_target import SETTLED_ROLLOUTS, KLTargetRate
 from troll.trl.resumed_settings import changed_settings, settings
 
 #: The key of a `TrainerState`, and so of a checkpoint's `trainer_state.json`, under which the callback's own state is.

@@ -20,9 +20,9 @@ from troll.trl.callback import TrollCallback
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.estimators import ESTIMATORS, combine_rewards
+from troll.trl.kl_target import KLTargetRate
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
-from troll.trl.rate import KLTargetRate
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.constraint import Constraint

@@ -29,8 +29,8 @@ SHARDS_ALONE = {
 }
 
 
-def interrupted(make: tiny.Maker, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Weights and log of four updates, and of the last two again from the checkpoint.
+def interrupted(make: tiny.Maker, folder: Path, at: int = 2, **settings: Any) -> dict[str, Any]:
+    """Weights and log of four updates, and of those after step `at` again from its checkpoint.
 
     The model that comes out is saved in `folder/model`.
     """
@@ -39,8 +39,8 @@ def interrupted(make: tiny.Maker, folder: Path, **settings: Any) -> dict[str, An
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             trainer = make(output_dir=str(folder), **{**SETTINGS, **settings})
-        trainer.train(resume_from_checkpoint=None if name == "without a break" else str(folder / "checkpoint-2"))
-        steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
+        trainer.train(resume_from_checkpoint=None if name == "without a break" else str(folder / f"checkpoint-{at}"))
+        steps = [entry for entry in trainer.state.log_history if entry["step"] > at and "loss" in entry]
         log = [{key: value for key, value in entry.items() if key != "step_time"} for entry in steps]
         results[name] = {"weights": weights(trainer.accelerator.unwrap_model(trainer.model_wrapped)), "log": log}
     trainer.save_model(str(folder / "model"))
