@@ -45,7 +45,7 @@ old = troll.huggingface.capture(model, **inputs, temperature=TEMPERATURE)
 for update in range(8):
     step = troll.huggingface.trust_region_step(model, **inputs, old=old, kl_bound=0.05, temperature=TEMPERATURE)
     loss, metrics = troll.troll_loss(step, advantages, mask=labels[:, 1:] != -100)
-    rate = target.update(metrics["kl_before_mean"], age=update)
+    rate = target.update(metrics["kl_before_mean"].item(), age=update)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad()

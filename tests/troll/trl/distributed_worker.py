@@ -189,7 +189,7 @@ def updates(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     """What every back end is tested for."""
     make = make if mode == "ddp" else ByPath(**vars(make))
     # The search begins at the rate of the other runs.
-    resumed = {"whole": interrupted(make, folder / "whole", kl_target=0.03, learning_rate=0.3)}
+    resumed = {"whole": interrupted(make, folder / "whole", kl_target=0.3, learning_rate=0.3)}
     if mode == "ddp":
         # Each rollout has all prompts.
         epochs: dict[str, Any] = {"train_dataset": tiny.make_dataset(4), "per_device_train_batch_size": 4}

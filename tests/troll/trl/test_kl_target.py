@@ -232,7 +232,7 @@ def test_a_resumed_run_is_bit_by_bit_one_without_a_break(make, tmp_path, schedul
     """With all that the controller has learnt in five rollouts."""
     settings: dict[str, Any] = {"kl_target": 0.1, "learning_rate": 1e-2, "lr_scheduler_type": schedule}
     settings["ddp_backend"] = None
-    runs = interrupted(make, tmp_path, at=10, **{**settings, "max_steps": 16})
+    runs = interrupted(make, tmp_path, **{**settings, "save_steps": 10, "max_steps": 16})
     found = {entry["trust_region/kl_target/rate"] for entry in resumed_exactly(runs)}
     assert len(found) > 2 and min(found) > 2e-4  # it did not begin anew
 
@@ -325,4 +325,4 @@ def test_advice_names_what_sets_the_rate(tmp_path, kl_target, named):
     )
     watch = Watch(args)
     said = [watch.observe(9, 10, 1.0, 0.05, moved=True, last=True) for _ in range(2)]
-    assert f"lower {named} or updates_per_rollout" in said[1]
+    assert said[1] is not None and f"lower {named} or updates_per_rollout" in said[1]
