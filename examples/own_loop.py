@@ -16,7 +16,9 @@ model = Qwen3ForCausalLM(
     Qwen3Config(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=16, eos_token_id=None, pad_token_id=PAD)
 )  # fmt: skip
-optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+optimizer = torch.optim.AdamW(model.parameters())
+# The learning rate follows the KL to the policy that sampled; the search begins at a hundredth of this one.
+target = troll.KLTarget(0.03, updates_per_rollout=8, learning_rate=0.5)
 
 # Prompts of different lengths, padded on the left, four completions each.
 prompts = torch.randint(1, 1000, (4, PROMPT)).repeat_interleave(4, 0)
@@ -43,6 +45,9 @@ old = troll.huggingface.capture(model, **inputs, temperature=TEMPERATURE)
 for update in range(8):
     step = troll.huggingface.trust_region_step(model, **inputs, old=old, kl_bound=0.05, temperature=TEMPERATURE)
     loss, metrics = troll.troll_loss(step, advantages, mask=labels[:, 1:] != -100)
+    rate = target.update(metrics["kl_before_mean"].item(), age=update)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

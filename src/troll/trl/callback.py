@@ -11,10 +11,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll.trl import checks, seam
+from troll.trl.kl_target import SETTLED_ROLLOUTS, KLTargetRate
 from troll.trl.resumed_settings import changed_settings, settings
 
 #: The key of a `TrainerState`, and so of a checkpoint's `trainer_state.json`, under which the callback's own state is.
 STATE = "troll"
+#: The key of the learning rate's state in it, where a KL sets the rate.
+KL_TARGET = "kl_target"
 
 
 class TrollCallback(TrainerCallback):
@@ -61,6 +64,8 @@ class TrollCallback(TrainerCallback):
         # Of the checkpoint that transformers has read; a new run, and a checkpoint of another trainer, have none.
         resumed = _states(state).get(STATE)
         seam.skip_epochs(train_dataloader, int(state.epoch or 0))
+        if trainer.args.kl_target is not None:
+            trainer.kl_target_rate = KLTargetRate(trainer, trainer.lr_scheduler, (resumed or {}).get(KL_TARGET))
         if resumed is None:
             return
         changed = changed_settings(resumed["settings"], self._settings)
@@ -85,11 +90,18 @@ class TrollCallback(TrainerCallback):
         control.should_log |= control.should_training_stop
         rollouts = self._rollouts_done()
         last, self._rollouts = rollouts > self._rollouts, rollouts
-        monitor = self._trainer.monitor
+        trainer = self._trainer
+        monitor, rate = trainer.monitor, trainer.kl_target_rate
         monitor.end_update(self._used_bound, moved=self._moved and not self.policy_stays, last=last)
         self._moved = self._passes_since_sampling() > 0
+        states = {"settings": self._settings, "watch": monitor.watch.state_dict()}
+        if rate is not None:
+            rate.end_update(moved=not self.policy_stays and not trainer.accelerator.optimizer_step_was_skipped)
+            if last and rollouts == SETTLED_ROLLOUTS:
+                checks.warn_about_precision(trainer.accelerator, trainer.model, rate.rate)
+            states[KL_TARGET] = rate.state_dict()
         self._log(state, control)
-        _states(state)[STATE] = {"settings": self._settings, "watch": monitor.watch.state_dict()}
+        _states(state)[STATE] = states
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs the metrics if transformers logs once per epoch, or if training ends early."""
@@ -105,6 +117,8 @@ class TrollCallback(TrainerCallback):
             return
         trainer = self._trainer
         metrics = trainer.monitor.metrics() | trainer.diagnostics.metrics()
+        if trainer.kl_target_rate is not None:
+            metrics |= trainer.kl_target_rate.metrics()
         # An infinite bound is not logged: JSON has no infinity, and transformers writes its state as JSON too.
         if metrics and trainer.surrogate.projects and math.isfinite(self._used_bound):
             metrics["trust_region/kl_bound"] = self._used_bound

@@ -285,15 +285,15 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
         )
 
 
-def warn_about_precision(accelerator: Accelerator, args: TrollConfig, model: torch.nn.Module) -> None:
-    """Warns where the trained weights have too few bits for the learning rate."""
+def warn_about_precision(accelerator: Accelerator, model: torch.nn.Module, learning_rate: float) -> None:
+    """Warns where the trained weights have too few bits for a learning rate."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if sharded and accelerator.mixed_precision != "no":
         return  # these keep float32 copies to train, in any dtype that the model was loaded in
-    share = unresolved_share(model, args.learning_rate)
+    share = unresolved_share(model, learning_rate)
     if share > MAX_UNRESOLVED:
         warnings.warn(
-            f"{share:.0%} of the trained weights are too large for learning_rate={args.learning_rate:g} in their "
+            f"{share:.0%} of the trained weights are too large for learning_rate={learning_rate:g} in their "
             'dtype: a step is rounded away, and they never move. Load the model with dtype="float32" (in '
             "model_init_kwargs, where the trainer loads it) and compute in bf16 with bf16=True; or train LoRA adapters "
             "in float32",

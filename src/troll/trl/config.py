@@ -36,6 +36,9 @@ CISPO_LARGEST_RATIO = 5.0
 #: The lowest temperature at which vLLM samples; below it, it takes this one.
 VLLM_LEAST_TEMPERATURE = 0.01
 
+#: The schedulers that set the learning rate by what they measure.
+OWN_RATE_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
+
 #: The default number of updates per rollout.
 UPDATES_PER_ROLLOUT = 8
 
@@ -48,6 +51,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
     "finite and above 0": (
+        "kl_target",
         "sapo_temperature_pos",
         "sapo_temperature_neg",
     ),
@@ -105,6 +109,11 @@ _MAY_BE_NONE = {name for name, hint in get_type_hints(GRPOConfig).items() if typ
 _MAY_BE_NONE.add("max_grad_norm")
 
 
+def _text(setting: Any) -> str:
+    """A setting that may be an enumeration's, as users write it."""
+    return str(getattr(setting, "value", setting))
+
+
 def _check_number(name: str, value: Any, takes: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not RANGES[takes](value):
         raise ValueError(f"{name} must be {takes}, got {value!r}")
@@ -147,6 +156,11 @@ class TrollConfig(GRPOConfig):
             only other surrogates read are ignored. See docs/surrogates.md.
         surrogate_kwargs: The surrogate's own settings as a JSON object, e.g. `{"weight": 0.3}` for "kl_penalty". See
             docs/surrogates.md.
+        kl_target: The KL to the policy that sampled, not to the reference model: its mean over tokens, in nats, that is
+            wanted in the last of eight updates on a rollout. The learning rate follows it, with any surrogate:
+            `learning_rate` is only where the search begins, at a hundredth of it, and the schedule multiplies what is
+            found. 0.02 to 0.03 is a start. It needs two updates on a rollout. Default: None, the rate is
+            `learning_rate`. See docs/trl.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball
             only; or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite
@@ -192,6 +206,7 @@ class TrollConfig(GRPOConfig):
     updates_per_rollout: int | None = None
     surrogate: str = field(default="troll", metadata={"choices": SURROGATES})
     surrogate_kwargs: dict[str, Any] | str | None = None
+    kl_target: float | None = None
     kl_bound: float = 0.05
     pull: Pull = "projection"
     regression_weight: float = 1.0
@@ -381,7 +396,38 @@ class TrollConfig(GRPOConfig):
         if not self.samples_as_trl:
             self._settle_sampling()
         self._check_numbers(NUMBERS)
+        if self.kl_target is not None:
+            self._check_kl_target()
         settings_read(self)  # finds wrong ones before training
+
+    def _check_kl_target(self) -> None:
+        """Refuses updates that say nothing about the learning rate, and optimisers and schedulers with their own."""
+        if self.updates_per_rollout is None:
+            raise ValueError(
+                f"kl_target needs updates of one rollout each: {self.rollout_steps} passes a rollout "
+                "(steps_per_generation times num_iterations) must be a multiple of gradient_accumulation_steps, "
+                f"got {self.gradient_accumulation_steps}"
+            )
+        if self.updates_per_rollout == 1:
+            raise ValueError(
+                "kl_target needs updates_per_rollout of at least 2, got 1: in the first update on a rollout the policy "
+                "is still the one that sampled, and its KL says nothing about the learning rate"
+            )
+        if not self.learning_rate > 0:
+            raise ValueError(
+                f"kl_target begins its search at learning_rate, which must be above 0, got {self.learning_rate}"
+            )
+        if _text(self.lr_scheduler_type) in OWN_RATE_SCHEDULERS:
+            raise ValueError(
+                f"kl_target sets the learning rate, and so does lr_scheduler_type {_text(self.lr_scheduler_type)!r}: "
+                "use another, such as constant or linear"
+            )
+        optimizer = _text(self.optim)
+        if "lomo" in optimizer or optimizer.endswith("_layerwise"):
+            raise ValueError(
+                f"kl_target sets the learning rate of an update before its last backward pass, and optim {optimizer!r} "
+                "makes a step for each layer within it: use another"
+            )
 
     def _check_numbers(self, ranges: Mapping[str, tuple[str, ...]]) -> None:
         """Checks fields of this class, and those of TRL that the surrogate reads, by ranges such as `NUMBERS`."""
@@ -435,7 +481,13 @@ class TrollConfig(GRPOConfig):
     @property
     def reads_policies(self) -> bool:
         """Whether updates need distributions in addition to the sampled tokens' log-probabilities."""
-        return SURROGATES[self.surrogate].needs_policies(self.own_settings) or self.truncation is not None
+        needed = self.truncation is not None or self.kl_target is not None
+        return SURROGATES[self.surrogate].needs_policies(self.own_settings) or needed
+
+    @property
+    def anchor_staleness(self) -> int:
+        """The updates between the old policy and the first update on its rollout, where both are not the same."""
+        return 0
 
     @property
     def samples_as_trl(self) -> bool:

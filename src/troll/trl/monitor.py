@@ -11,15 +11,16 @@ from torch import Tensor
 from troll.trl.config import TrollConfig
 from troll.trl.surrogates import SURROGATES
 from troll.trust_region.diagnostics import support_too_small
-from troll.trust_region.metrics import Tally, step_tally, support_tally
+from troll.trust_region.metrics import Tally, masked_total, step_tally, support_tally
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import TrustRegionStep
 
-#: The advice in errors about NaN and infinity.
+#: The advice in errors about NaN and infinity, and what it says of the learning rate where no KL sets it.
 REMEDY = (
     "and the update was not made. Resume from the last checkpoint with a lower max_grad_norm, or begin a new run from "
-    "its weights with a lower learning_rate (a resumed run keeps that of its checkpoint); in fp16, use bf16"
+    "its weights with a lower {}; in fp16, use bf16"
 )
+_RATE = "learning_rate (a resumed run keeps that of its checkpoint)"
 #: A larger fraction of projected tokens than this, over this many rollouts, is worth a warning. A healthy run had
 #: 11 %, and one with a bound that was too narrow 86 %.
 LARGE_FRACTION, WATCHED_ROLLOUTS = 0.3, 2
@@ -39,6 +40,7 @@ class Monitor:
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
         self._accelerator, self._args = accelerator, args
+        self._remedy = REMEDY.format(_RATE if args.kl_target is None else "kl_target")
         #: Finds whether the bound is too wide or too narrow.
         self.watch = Watch(args)
         self._warned_of_coverage = False
@@ -51,28 +53,38 @@ class Monitor:
         # The sums that the host needs: of the current update, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
 
-    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
+    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, entropy: Tensor | None = None) -> None:
         """Adds the N tokens of a micro-batch.
 
         Args:
             step: Their trust region, each (N,).
             old: Their old policies, (N,).
             mask: (N,), 1 for the tokens that count.
+            entropy: Their entropy in nats, (N,), if the update's mean is to be known.
         """
         tally = step_tally(step, mask)
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
         tally.counts["nonfinite"] = (~step.kl_before.isfinite()).sum().to(step.kl_before)
         self._update += Tally({name: tally.totals[name] for name in _KNOWN}, counts=tally.counts)
+        if entropy is not None:
+            self._update += Tally({"entropy": masked_total(entropy, mask)})
         self.tally += tally + support_tally(old, mask)
+
+    def add(self, sums: Tally) -> None:
+        """Adds sums of a micro-batch that `check` is to return."""
+        self._update += sums
 
     def observe_loss(self, loss: Tensor) -> None:
         """Adds the loss of a micro-batch."""
         self._update += Tally(counts={"nonfinite_losses": (~loss.detach().isfinite()).to(loss.dtype)})
 
-    def check(self, global_step: int) -> None:
+    def check(self, global_step: int) -> Tally:
         """Checks the tokens and losses of an update, made after `global_step` others, before its last backward pass.
 
         All sums that the host needs are fetched with one collective and one wait for the device.
+
+        Returns:
+            These sums, over all micro-batches and processes.
 
         Raises:
             FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
@@ -81,10 +93,11 @@ class Monitor:
         self._known = known.totals
         if broken := known.counts.get("nonfinite"):
             raise FloatingPointError(
-                f"step {global_step + 1}: the logits of {int(broken)} tokens are NaN or infinite, {REMEDY}"
+                f"step {global_step + 1}: the logits of {int(broken)} tokens are NaN or infinite, {self._remedy}"
             )
         if known.counts.get("nonfinite_losses"):
-            raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
+            raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {self._remedy}")
+        return known
 
     def end_update(self, kl_bound: float, *, moved: bool, last: bool) -> None:
         """Warns if the update that ends here, over all processes, shows that the bound does not fit.
@@ -162,6 +175,8 @@ class Watch:
         args = self._args
         reuse = "updates_per_rollout" if args.updates_per_rollout else "steps_per_generation"
         reuse = f"{reuse} (now {getattr(args, reuse)})"
+        speed = "learning_rate" if args.kl_target is None else "kl_target"
+        speed = f"{speed} (now {getattr(args, speed):g})"
         if self._idle is not None and self._looks_for_none:
             self._idle = None if projected else self._idle + (moved and tokens > 0)
             if self._idle == IDLE_UPDATES:
@@ -169,7 +184,7 @@ class Watch:
                 return (
                     f"TROLL has had no effect so far: no token was projected in {IDLE_UPDATES} updates of a policy "
                     f"that had moved since its rollout. In the last one its mean KL was {kl / tokens:.1g} nats, and "
-                    f"kl_bound is {kl_bound:g}. Raise learning_rate (now {args.learning_rate:g}) or {reuse}, or "
+                    f"kl_bound is {kl_bound:g}. Raise {speed} or {reuse}, or "
                     "lower kl_bound"
                 )
         if self._recent is not None and self._looks_for_many:
@@ -180,7 +195,7 @@ class Watch:
                 return (
                     f"{projected / tokens:.0%} of the tokens of the last {WATCHED_ROLLOUTS} rollouts were projected, "
                     "so the bound rather than the advantages decides the update: raise kl_bound (now "
-                    f"{kl_bound:g}), or lower learning_rate (now {args.learning_rate:g}) or {reuse}"
+                    f"{kl_bound:g}), or lower {speed} or {reuse}"
                 )
         return None
 

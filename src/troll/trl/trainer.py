@@ -20,6 +20,7 @@ from troll.trl.callback import TrollCallback
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.estimators import ESTIMATORS, combine_rewards
+from troll.trl.kl_target import KLTargetRate
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
@@ -137,7 +138,8 @@ class TrollTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             checks.warn_about(args, self.model)
             checks.warn_about_saving(self.accelerator, self.model)
-        checks.warn_about_precision(self.accelerator, args, self.model)
+        if args.kl_target is None:  # else the rate is not known yet
+            checks.warn_about_precision(self.accelerator, self.model, args.learning_rate)
         checks.refuse_an_empty_reference(self.accelerator, self.ref_model)
         if args.kl_in_reward:
             self.beta = 0.0  # or the parent would add the KL to the loss too
@@ -149,6 +151,8 @@ class TrollTrainer(GRPOTrainer):
         self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self)
+        #: What sets the learning rate in a training with a `kl_target`; None for the scheduler alone.
+        self.kl_target_rate: KLTargetRate | None = None
         #: The (N, F) rewards of the current rollout, of all processes.
         self.rollout_rewards = torch.empty(0)
         #: The scores that the parent's loss takes from `_get_per_token_logps_and_entropies`.
@@ -266,8 +270,12 @@ class TrollTrainer(GRPOTrainer):
         loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
         if training:
             self.monitor.observe_loss(loss)
+            if self.kl_target_rate is not None:
+                self.monitor.add(self.kl_target_rate.sums_of(inputs))
             if self.accelerator.sync_gradients:  # DeepSpeed makes the update in the backward pass of this micro-batch
-                self.monitor.check(self.state.global_step)
+                sums = self.monitor.check(self.state.global_step)
+                if self.kl_target_rate is not None:
+                    self.kl_target_rate.update(sums)
         if not self.surrogate.clips:
             seam.drop_clip_metrics(self)
         return loss
@@ -324,7 +332,8 @@ class TrollTrainer(GRPOTrainer):
             self._check_use(loss, shifted)
         if penalties:
             loss = loss + self._aggregate(torch.stack(penalties).sum(0), mask, inputs)
-        self._observe(tokens, terms, mask[at])
+        entropy = None if self.kl_target_rate is None or scores.entropies is None else scores.entropies[at]
+        self._observe(tokens, terms, mask[at], entropy)
         if diagnosed:
             self.diagnostics.observe(tokens, scored, mask)
         return loss
@@ -373,7 +382,7 @@ class TrollTrainer(GRPOTrainer):
             return None
         return Constraint.sequence(mask, self.args.constraint_reduction)[at]
 
-    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
+    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor, entropy: Tensor | None) -> None:
         """Passes the trust region of a micro-batch, or without a projection the network's KL, to the monitor."""
         if tokens.old is None or tokens.new is None:
             return
@@ -381,7 +390,7 @@ class TrollTrainer(GRPOTrainer):
         if step is None:
             with torch.no_grad():
                 step = trust_region_step(tokens.new, tokens.old, torch.inf)
-        self.monitor.observe(step, tokens.old, mask)
+        self.monitor.observe(step, tokens.old, mask, entropy)
 
     def _reference_kl_correction(
         self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor

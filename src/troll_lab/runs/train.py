@@ -33,6 +33,8 @@ SHOWN = (
     ("success", SUCCESS, "{:.0%}"),
     ("held-out", HELD_OUT, "{:.0%}"),
     ("KL", "trust_region/kl_before_mean", "{:.1e}"),
+    ("wanted", "trust_region/kl_target/wanted", "{:.1e}"),
+    ("rate", "trust_region/kl_target/rate", "{:.1e}"),
     ("projected", "trust_region/projected_fraction", "{:.1%}"),
     ("clipped", "clip_ratio/region_mean", "{:.1%}"),
 )

@@ -158,6 +158,12 @@ class LabConfig(TrollConfig):
         return estimator if isinstance(estimator, LabEstimator) else None
 
     @property
+    def anchor_staleness(self) -> int:
+        """Overrides the parent: with `anchor` "rollout", the old policy is as old as the rollout."""
+        updates = self.updates_per_rollout or 0
+        return self.rollout_delay * updates if self.anchor == "rollout" else 0
+
+    @property
     def critic_settings(self) -> CriticSettings:
         """γ, λ and the critic of "gae"."""
         return parse(CriticSettings, self.critic_kwargs, "critic_kwargs", "the critic")

@@ -29,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus"},
     "REINFORCE++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
     "KL penalty": {"surrogate": "kl_penalty"},
+    # The rate of the second update decides the gradients of the third.
+    "KL target": {"surrogate": "clip", "kl_target": 0.3, "learning_rate": 1.0, "max_steps": 4},
 }
 
 KL_BOUND = 0.01
@@ -40,7 +42,11 @@ MORE_CASES: dict[str, dict[str, Any]] = {
 }
 
 #: Sharded back ends: a case and a model. Gemma 2 ties its head to its embeddings. The others take longer.
-SHARDED = {"own head, reference": ("dapo", "llama"), "tied head": ("grpo", "gemma2")}
+SHARDED = {
+    "own head, reference": ("dapo", "llama"),
+    "tied head": ("grpo", "gemma2"),
+    "KL target": ("KL target", "llama"),
+}
 OTHERS = {
     "own head": ("gspo", "llama"),
     "accumulation": ("dr_grpo", "llama"),
@@ -182,7 +188,8 @@ class ByPath(tiny.Maker):
 def updates(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
     """What every back end is tested for."""
     make = make if mode == "ddp" else ByPath(**vars(make))
-    resumed = {"whole": interrupted(make, folder / "whole")}
+    # The search begins at the rate of the other runs.
+    resumed = {"whole": interrupted(make, folder / "whole", kl_target=0.3, learning_rate=0.3)}
     if mode == "ddp":
         # Each rollout has all prompts.
         epochs: dict[str, Any] = {"train_dataset": tiny.make_dataset(4), "per_device_train_batch_size": 4}

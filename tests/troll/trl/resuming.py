@@ -30,17 +30,19 @@ SHARDS_ALONE = {
 
 
 def interrupted(make: tiny.Maker, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Weights and log of four updates, and of the last two again from the checkpoint.
+    """Weights and log of all updates, and of those after the first checkpoint again from there.
 
     The model that comes out is saved in `folder/model`.
     """
     results: dict[str, Any] = {}
+    settings = {**SETTINGS, **settings}
+    saved: int = settings["save_steps"]
     for name in ("without a break", "resumed"):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            trainer = make(output_dir=str(folder), **{**SETTINGS, **settings})
-        trainer.train(resume_from_checkpoint=None if name == "without a break" else str(folder / "checkpoint-2"))
-        steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
+            trainer = make(output_dir=str(folder), **settings)
+        trainer.train(resume_from_checkpoint=None if name == "without a break" else str(folder / f"checkpoint-{saved}"))
+        steps = [entry for entry in trainer.state.log_history if entry["step"] > saved and "loss" in entry]
         log = [{key: value for key, value in entry.items() if key != "step_time"} for entry in steps]
         results[name] = {"weights": weights(trainer.accelerator.unwrap_model(trainer.model_wrapped)), "log": log}
     trainer.save_model(str(folder / "model"))

@@ -101,7 +101,7 @@ def test_weights_that_never_move_are_warned_about(back_end, precision, learning_
     args: Any = SimpleNamespace(learning_rate=learning_rate)
     message = r'9\d% of the trained weights .*learning_rate=1e-06.* dtype="float32".*bf16=True; or train LoRA'
     with pytest.warns(UserWarning, match=message) if warned else tiny.no_warnings_about("trained weights"):
-        warn_about_precision(accelerator, args, Weights(dtype))
+        warn_about_precision(accelerator, Weights(dtype), args.learning_rate)
 
 
 TAKEN = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]

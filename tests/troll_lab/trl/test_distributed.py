@@ -18,7 +18,7 @@ def two_processes(left_by_two):
 def test_two_processes_make_the_update_of_one(make, two_processes):
     one = train(make, "PPO", 1, kind=LabRollouts, cases=LAB_CASES)
     results = [result["PPO"] for result in two_processes]
-    assert_same_updates(results, one, 2)
+    assert_same_updates(results, one)
     assert_same_metrics(results, one)
     assert any(name.startswith("critic/") for name in one["log"][0])
 

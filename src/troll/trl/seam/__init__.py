@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.trainer_utils import has_length
@@ -169,6 +170,18 @@ def rows_of_an_epoch(trainer: Any) -> int | None:
 def micro_batches_done(trainer: Any) -> int:
     """Forward-backward passes since training began."""
     return int(trainer._step)
+
+
+def write_rates(scheduler: LambdaLR) -> None:
+    """Writes the learning rates of a scheduler's current step into the optimiser, as `scheduler.step()` would."""
+    functions = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    rates = [base * function(scheduler.last_epoch) for base, function in functions]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):  # of a compiled or captured optimiser
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 def forget_rollout(trainer: Any) -> None:

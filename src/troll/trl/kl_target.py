@@ -1,0 +1,134 @@
+"""The learning rate that follows `TrollConfig.kl_target`, between transformers' scheduler and the optimiser."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from troll.trl import seam
+from troll.trl.estimators import combine_rewards
+from troll.trust_region.metrics import Tally, masked_total
+from troll.trust_region.rate import KLTarget
+
+#: After so many rollouts the rate is near the one that it will stay at.
+SETTLED_ROLLOUTS = 4
+
+Schedule = Callable[[int], float]
+
+
+class KLTargetRate:
+    """Sets the learning rate of every update where it is measured; every method runs on every process.
+
+    The scheduler stays a `LambdaLR`, each of whose functions is multiplied by one factor: a decay, a warm-up and the
+    ratio of two parameter groups keep their shape, `get_last_lr` is the rate that is used, and a checkpoint's
+    scheduler is the one of a run without a target. The factor changes before the last backward pass of an update, in
+    which DeepSpeed makes its step.
+
+    Args:
+        trainer: The `TrollTrainer` whose training begins; its configuration has a `kl_target`.
+        scheduler: Its scheduler, restored if there is a checkpoint.
+        state: A checkpoint's `state_dict`; None if there is none.
+
+    Raises:
+        ValueError: If the scheduler is no `LambdaLR`, or the optimiser's rate is 0.
+    """
+
+    def __init__(self, trainer: Any, scheduler: Any, state: dict[str, Any] | None) -> None:
+        self._trainer, self._args = trainer, trainer.args
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # within accelerate's wrapper
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError(
+                f"kl_target multiplies the functions of a LambdaLR, and the scheduler is {type(scheduler).__name__}: "
+                "set lr_scheduler_type, and leave the scheduler out of the trainer's arguments and of DeepSpeed's file"
+            )
+        self._scheduler = scheduler
+        rates = [float(rate) for rate in scheduler.base_lrs]
+        # The largest rate stands for those of all groups.
+        self._base = max(rates)
+        # A scheduler that the user has made may come from an earlier training.
+        schedules = [getattr(each, "schedule", each) for each in scheduler.lr_lambdas]
+        self._schedule = schedules[rates.index(self._base)]
+        scheduler.lr_lambdas = [self._multiplied(each) for each in schedules]
+        self._target = KLTarget(
+            self._args.kl_target,
+            updates_per_rollout=self._args.updates_per_rollout,
+            learning_rate=self._base,
+            staleness=self._args.anchor_staleness,
+            warn=self._warn,
+        )
+        if state is not None:
+            self._target.load_state_dict(state)
+        self._wanted: list[float] = []
+        seam.write_rates(scheduler)
+
+    @property
+    def rate(self) -> float:
+        """The rate before the schedule, of the parameter group with the largest."""
+        return self._target.rate
+
+    def sums_of(self, inputs: dict[str, Any]) -> Tally:
+        """What is needed of a micro-batch, besides its KL: the tokens with an advantage, and the rollout's reward."""
+        mask, advantages = seam.loss_mask(inputs).bool(), inputs["advantages"]
+        advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
+        rewards = combine_rewards(self._trainer.rollout_rewards, self._trainer.reward_weights)
+        # The half of a mean says nothing where rewards may be negative.
+        counted = ~rewards.isnan() & ~(rewards < 0).any()
+        teaching = (mask & (advantages != 0)).sum()
+        return Tally({"reward": masked_total(rewards, counted)}, counts={"teaching": teaching.to(rewards)})
+
+    def update(self, sums: Tally) -> None:
+        """Sets the rate of the current update, before its last backward pass.
+
+        Args:
+            sums: Those of the update over all micro-batches and processes, in host memory.
+        """
+        means = {name: mean.item() for name, mean in sums.values().items()}
+        age = self._age()
+        self._target.update(
+            means.get("kl_before_mean", math.nan),
+            age,
+            schedule=self._schedule(self._scheduler.last_epoch),
+            moves=means["teaching"] > 0,
+            entropy=means.get("entropy"),
+            success=means["reward"],
+        )
+        self._wanted.append(self._target.wanted(age))
+        seam.write_rates(self._scheduler)
+
+    def end_update(self, *, moved: bool) -> None:
+        """Ends an update; `moved` is false if the optimiser's step was skipped or left the policy as it was."""
+        if not moved:
+            self._target.used(0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """`trust_region/kl_target/*`: the wanted KL, a mean over updates since the last call; and `rate`."""
+        wanted, self._wanted = self._wanted, []
+        if not wanted:
+            return {}
+        return {"trust_region/kl_target/wanted": sum(wanted) / len(wanted), "trust_region/kl_target/rate": self.rate}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint; it survives JSON."""
+        return self._target.state_dict()
+
+    def _age(self) -> int:
+        """The updates since the policy from which the current one's KL is measured."""
+        args, trainer = self._args, self._trainer
+        passes = seam.micro_batches_done(trainer) % args.rollout_steps
+        rollouts = trainer.rollouts_behind(anew=False) if args.anchor == "rollout" else 0
+        return rollouts * args.updates_per_rollout + passes // args.gradient_accumulation_steps
+
+    def _multiplied(self, schedule: Schedule) -> Schedule:
+        def multiplied(step: int) -> float:
+            return schedule(step) * (self.rate / self._base)
+
+        vars(multiplied)["schedule"] = schedule
+        return multiplied
+
+    def _warn(self, message: str) -> None:
+        if self._trainer.accelerator.is_main_process:
+            warnings.warn(message, stacklevel=2)
