@@ -1,9 +1,14 @@
 """TROLL: trust regions instead of clipping for RL fine-tuning of language models (arXiv 2510.03817)."""
 
 import importlib
-from types import ModuleType
+import importlib.metadata
+import warnings
+from typing import Any
 
-from torch.serialization import add_safe_globals
+with warnings.catch_warnings():
+    # torch warns at its first import that NumPy is not installed: nothing here needs it, and torch without it is fine.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    from torch.serialization import add_safe_globals
 
 from troll import diagnostics
 from troll.trust_region.constraint import Constraint
@@ -50,8 +55,14 @@ add_safe_globals(
 add_safe_globals([diagnostics.Tally])
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     # Not imported before it is named: it needs transformers.
     if name == "huggingface":
         return importlib.import_module("troll.huggingface")
+    # Read when it is named: a checkout on the path has no version, and can be imported.
+    if name == "__version__":
+        try:
+            return importlib.metadata.version("troll-rl")
+        except importlib.metadata.PackageNotFoundError:
+            raise AttributeError("troll has no __version__ here: its distribution troll-rl is not installed") from None
     raise AttributeError(f"module 'troll' has no attribute {name!r}")

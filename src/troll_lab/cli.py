@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 import sys
 import warnings
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="troll", description="RL fine-tuning of language models with trust regions instead of clipping."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -72,6 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"troll: error: {message}\n")
+
+
+class _Version(argparse.Action):
+    # argparse's own action would need the version of every command, and a checkout on the path has none.
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        try:
+            print(f"troll {importlib.metadata.version('troll-rl')}")
+        except importlib.metadata.PackageNotFoundError:
+            parser.error("troll-rl is not installed: a checkout has no version")
+        parser.exit()
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:

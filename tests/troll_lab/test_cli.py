@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import re
@@ -112,6 +113,13 @@ def test_eval_tells_a_mistake_in_local_data_alone(tiny_model, tmp_path):  # noqa
     assert result.returncode == 2
     assert result.stderr.startswith("troll: error: the test rows of ")
     assert result.stderr.count("\n") == 1
+
+
+def test_version_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"troll {importlib.metadata.version('troll-rl')}\n"
 
 
 def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
