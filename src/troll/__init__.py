@@ -1,14 +1,17 @@
 """TROLL: trust regions instead of clipping for RL fine-tuning of language models (arXiv 2510.03817)."""
 
+# ruff: noqa: E402 (the filter comes before the first import of torch)
+
 import importlib
 import importlib.metadata
 import warnings
 from typing import Any
 
-with warnings.catch_warnings():
-    # torch warns at its first import that NumPy is not installed: nothing here needs it, and torch without it is fine.
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    from torch.serialization import add_safe_globals
+# torch warns at its first import where NumPy is not installed, which nothing here needs. Not in a context that puts the
+# filters back: it would take away those that torch adds.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+from torch.serialization import add_safe_globals
 
 from troll import diagnostics
 from troll.trust_region.constraint import Constraint
