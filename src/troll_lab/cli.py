@@ -17,10 +17,18 @@ from troll_lab.terminal import (
     USAGE_ERROR,
     UsageError,
     fail,
+    first_sentence,
     run_command,
     silence_libraries,
     without_fields,
 )
+
+_TRAIN_EPILOG = """\
+Any field of TaskConfig, LabConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5.
+Recipes that begin with tce- train movements of a robot; any field of EpisodicConfig can follow them.
+
+recipes:
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = commands.add_parser(
         "train",
         help="train a model by a recipe",
-        description="Train a model by a recipe: the path of a YAML file, or one of " + ", ".join(recipe_names()) + ".",
-        epilog="Any field of TaskConfig, LabConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5. "
-        "Recipes that begin with tce- train movements of a robot; any field of EpisodicConfig can follow them.",
+        description="Train a model by a recipe: a name of the list below, or the path of a YAML file.",
+        epilog=_TRAIN_EPILOG + "\n".join(recipe_lines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("recipe", metavar="RECIPE")
     train.set_defaults(run=_train)
@@ -244,9 +252,16 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recipe_names() -> list[str]:
-    """The names of the recipes, without `troll_lab.recipes.names`: the help must not wait for torch to import."""
-    return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
+def recipe_lines() -> list[str]:
+    """A line for each recipe: its name, and the first sentence of its first comment.
+
+    Without `troll_lab.recipes.names`: the help must not wait for torch to import.
+    """
+    here = Path(__file__).parent
+    folders = (here / "recipes", here / "episodic" / "recipes")
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)]
+    width = max(len(path.stem) for path in paths)
+    return [f"  {path.stem:{width}}  {first_sentence(path.read_text())}".rstrip() for path in paths]
 
 
 if __name__ == "__main__":
