@@ -1,6 +1,7 @@
 """What an import takes with it, which names are public, and what is said where a package is missing."""
 
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 
@@ -44,6 +45,32 @@ def test_imports_take_no_heavy_dependency() -> None:
     assert taken.keys() == LEFT_OUT.keys() and "troll" in taken["troll"]
     for module, left_out in LEFT_OUT.items():
         assert not taken[module] & left_out, module
+
+
+SAYS_NOTHING = """
+import sys
+sys.modules["numpy"] = None  # not installed
+import troll
+assert "torch" in sys.modules
+"""
+
+
+def test_import_prints_nothing_without_numpy() -> None:
+    result = subprocess.run([sys.executable, "-c", SAYS_NOTHING], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    import troll
+
+    assert troll.__version__ == importlib.metadata.version("troll-rl")
+
+    def no_version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", no_version)
+    with pytest.raises(AttributeError, match="troll-rl is not installed"):
+        troll.__version__  # noqa: B018
 
 
 QUIET = """

@@ -1,7 +1,15 @@
 """TROLL: trust regions instead of clipping for RL fine-tuning of language models (arXiv 2510.03817)."""
 
+# ruff: noqa: E402 (the filter comes before the first import of torch)
+
 import importlib
-from types import ModuleType
+import importlib.metadata
+import warnings
+from typing import Any
+
+# torch warns at its first import where NumPy is not installed, which nothing here needs. Not in a context that puts the
+# filters back: it would take away those that torch adds.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from torch.serialization import add_safe_globals
 
@@ -50,8 +58,14 @@ add_safe_globals(
 add_safe_globals([diagnostics.Tally])
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     # Not imported before it is named: it needs transformers.
     if name == "huggingface":
         return importlib.import_module("troll.huggingface")
+    # Read when it is named: a checkout on the path has no version, and can be imported.
+    if name == "__version__":
+        try:
+            return importlib.metadata.version("troll-rl")
+        except importlib.metadata.PackageNotFoundError:
+            raise AttributeError("troll has no __version__ here: its distribution troll-rl is not installed") from None
     raise AttributeError(f"module 'troll' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 import sys
 import warnings
@@ -16,10 +17,18 @@ from troll_lab.terminal import (
     USAGE_ERROR,
     UsageError,
     fail,
+    first_sentence,
     run_command,
     silence_libraries,
     without_fields,
 )
+
+_TRAIN_EPILOG = """\
+Any field of TaskConfig, LabConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5.
+Recipes that begin with tce- train movements of a robot; any field of EpisodicConfig can follow them.
+
+recipes:
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="troll", description="RL fine-tuning of language models with trust regions instead of clipping."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="train a model by a recipe",
-        description="Train a model by a recipe: the path of a YAML file, or one of " + ", ".join(recipe_names()) + ".",
-        epilog="Any field of TaskConfig, LabConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5. "
-        "Recipes that begin with tce- train movements of a robot; any field of EpisodicConfig can follow them.",
+        description="Train a model by a recipe: a name of the list below, or the path of a YAML file.",
+        epilog=_TRAIN_EPILOG + "\n".join(recipe_lines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("recipe", metavar="RECIPE")
     train.set_defaults(run=_train)
@@ -72,6 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"troll: error: {message}\n")
+
+
+class _Version(argparse.Action):
+    # argparse's own action would need the version of every command, and a checkout on the path has none.
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        try:
+            print(f"troll {importlib.metadata.version('troll-rl')}")
+        except importlib.metadata.PackageNotFoundError:
+            parser.error("troll-rl is not installed: a checkout has no version")
+        parser.exit()
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -232,9 +252,16 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recipe_names() -> list[str]:
-    """The names of the recipes, without `troll_lab.recipes.names`: the help must not wait for torch to import."""
-    return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
+def recipe_lines() -> list[str]:
+    """A line for each recipe: its name, and the first sentence of its first comment.
+
+    Without `troll_lab.recipes.names`: the help must not wait for torch to import.
+    """
+    here = Path(__file__).parent
+    folders = (here / "recipes", here / "episodic" / "recipes")
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)]
+    width = max(len(path.stem) for path in paths)
+    return [f"  {path.stem:{width}}  {first_sentence(path.read_text())}".rstrip() for path in paths]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # rich is not installed everywhere that `one_line` is used
@@ -78,6 +80,16 @@ def without_fields(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def say(console: Console, line: str) -> None:
     """Prints a line unchanged: rich would break it, and take its square brackets for markup."""
     console.print(line, soft_wrap=True, markup=False)
+
+
+def first_sentence(recipe: str) -> str:
+    """The first sentence of the comment with which a recipe's text begins; empty if it begins with something else.
+
+    Read without YAML: the help must not wait for imports.
+    """
+    lines = takewhile(lambda line: line.startswith("#"), recipe.splitlines())
+    comment = " ".join(line.lstrip("#").strip() for line in lines)
+    return re.split(r"(?<=[.?!]) ", comment, maxsplit=1)[0]
 
 
 def one_line(message: object, most: int | None = None) -> str:

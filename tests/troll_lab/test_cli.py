@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import re
@@ -28,13 +29,22 @@ from troll_sandbox.errors import SandboxError
         (["report", __file__], "not a run folder"),
         (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
         (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
-        (
-            ["eval", "/nonexistent"],
-            "no task: name one with --task (only what troll train has saved brings its own); there is no folder "
-            "/nonexistent",
-        ),
+        (["eval", "/nonexistent"], "there is no folder /nonexistent: check the path; for a model on the hub, name a"),
+        (["eval", "runs/wide"], "there is no folder runs/wide: check the path"),
+        (["eval", "runs"], "there is no folder runs: check the path"),
+        (["eval", str(Path(__file__).parent)], "has no task.json of troll train: name a task with --task"),
+        (["eval", "runs/wide", "--task", "gsm8k"], "cannot load the model 'runs/wide': there is no such folder"),
         (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
-        (["tasks", "check", "gsm9k"], "unknown task 'gsm9k'; known tasks: aime24"),
+        (["tasks", "check", "gsm9k"], "unknown task 'gsm9k', did you mean gsm8k? known tasks: aime24"),
+        (["tasks", "check", "reasoning-gym:chain_sum"], "did you mean reasoning_gym? known tasks"),
+        (["tasks", "check", "reasoning_gym:chainsum"], "data set 'chainsum', did you mean chain_sum? it has "),
+        (["train", "quickstart", "--task", "reasoning_gym:chain_sums"], "did you mean chain_sum? it has "),
+        (["train", "quickstart", "--task_options.max_term", "2"], "no option 'max_term', did you mean max_terms? it"),
+        (
+            ["train", "smollm2-sums"],
+            "run make smollm2 in a checkout of TROLL, and then train with --model",
+        ),
+        (["train", "smollm2-sums", "--model_name_or_path", "models/SmolLM2-135M-Instruct"], "run make smollm2"),
         (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),
         # What argparse finds.
         (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
@@ -42,7 +52,8 @@ from troll_sandbox.errors import SandboxError
         (["tasks", "chek", "gsm8k"], "invalid choice: 'chek'"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
         assert cli.main(arguments) == 2
@@ -114,6 +125,13 @@ def test_eval_tells_a_mistake_in_local_data_alone(tiny_model, tmp_path):  # noqa
     assert result.stderr.count("\n") == 1
 
 
+def test_version_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"troll {importlib.metadata.version('troll-rl')}\n"
+
+
 def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tasks"]) == 0
     shown = capsys.readouterr().out
@@ -159,11 +177,17 @@ def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_the_help_of_train_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     from troll_lab import recipes
+    from troll_lab.episodic import config
 
-    assert cli.recipe_names() == recipes.names()
     with pytest.raises(SystemExit):
         cli.main(["train", "-h"])
-    assert ", ".join(recipes.names()) in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.partition("\nrecipes:\n")[2].splitlines()]
+    assert [name for name, _ in listed] == recipes.names() + sorted(config.recipe_names())
+    for name, about in listed:
+        folder = config.FOLDER if name.startswith("tce-") else recipes.FOLDER
+        comment = " ".join((folder / f"{name}.yaml").read_text().replace("\n#", "").split())
+        assert comment.startswith(f"# {about}")
+        assert about.endswith(".") or "; run it with: troll compare" in about
 
 
 def test_a_missing_package_is_named_with_what_brings_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -32,10 +31,12 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
     names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])
     if not names:
         model = arguments.model
-        may_exist = Path(model).expanduser().is_dir() or re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)  # on the hub
-        missing = "" if may_exist else f"; there is no folder {model}"
+        if trained is not None:
+            raise EvaluationError(f"{model} was trained on a task of another machine: name a task with --task")
+        if Path(model).expanduser().is_dir():
+            raise EvaluationError(f"{model} has no task.json of troll train: name a task with --task")
         raise EvaluationError(
-            f"no task: name one with --task (only what troll train has saved brings its own){missing}"
+            f"there is no folder {model}: check the path; for a model on the hub, name a task with --task"
         )
     paths = by_task("dataset_path", arguments.dataset_path, names)
     options = by_task("task_options", arguments.task_options, names)

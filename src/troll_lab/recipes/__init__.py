@@ -30,6 +30,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import torch
 from trl import ModelConfig, TrlParser
 
 import troll_lab.rivals  # noqa: F401 (its surrogates must be registered before settings are read)
@@ -41,7 +42,7 @@ from troll_lab import plugins
 from troll_lab.evaluation.vllm import vllm_is_usable
 from troll_lab.tasks import TaskConfig
 from troll_lab.tasks.registry import json_object
-from troll_lab.terminal import UsageError, one_line
+from troll_lab.terminal import UsageError, first_sentence, one_line
 from troll_lab.trl import LabConfig
 from troll_lab.values import NEGATIVE, number, read_value, read_yaml, whole_number, yaml_text
 
@@ -110,7 +111,7 @@ class Recipe:
         task: The data set, its prompts and its rewards.
         training: The trainer's configuration.
         model: The model to train, and whether by LoRA.
-        note: A line for the user about settings that this machine cannot follow.
+        note: Lines for the user about what this machine lacks for the recipe; None if it lacks nothing.
     """
 
     given: str
@@ -281,6 +282,9 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         below = _dictionary(field, below) if isinstance(below, str) else below
         settings[field] = {**below, name.partition(".")[2]: value}
     given |= {_field_of(name) for name in inner}
+    on_cpu = vllm is None and not torch.accelerator.is_available()
+    if on_cpu and "use_cpu" not in given and not settings.get("use_cpu"):
+        _refuse_half_precision(path, settings, given)
     parser = _Parser(list(CONFIGS), allow_abbrev=False)
     parser.set_defaults_with_config(**parser.fitting(settings))
     try:
@@ -305,7 +309,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}, or give "
             f"each one value, as in --{open_axes[0]} {grid[open_axes[0]][0]}"
         )
-    note = None
+    notes = []
+    about = first_sentence(path.read_text())
+    if on_cpu and not training.use_cpu and "GPU" in about:
+        notes.append(f"{name_of(path)} is for a GPU, and torch finds none here: expect it to be slow ({about})")
     usable = vllm_is_usable() and not training.use_cpu if vllm is None else vllm
     if training.use_vllm and not usable and "use_vllm" in given:
         if find_spec("vllm") is None:  # its build for CPUs would do
@@ -313,7 +320,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     elif training.use_vllm and not usable:
         training.use_vllm = False
         chunk = training.generation_chunk_size or training.generation_batch_size
-        note = (
+        notes.append(
             "use_vllm: vLLM is not installed here, or has no GPU, so transformers generates, at most "
             f"{chunk} completions at a time"
         )
@@ -327,7 +334,17 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     resolved = {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
     if loaded:
         resolved[PLUGINS] = loaded
-    return Recipe(name_or_path, name_of(path), resolved, task, training, model, note)
+    return Recipe(name_or_path, name_of(path), resolved, task, training, model, "\n".join(notes) or None)
+
+
+def _refuse_half_precision(path: Path, settings: Mapping[str, Any], given: Collection[str]) -> None:
+    """Refuses a recipe for a GPU, which computes in 16 bits, where there is none and nobody asked for the CPU."""
+    for name in ("bf16", "fp16"):
+        if settings.get(name) is True and name not in given:
+            raise RecipeError(
+                f"{name_of(path)} is for a GPU ({name}: true), and torch finds none here; to train on the CPU all the "
+                f"same, slowly, add --use_cpu --{name} false (recipes for a CPU: quickstart, open-text, smollm2-sums)"
+            )
 
 
 def save(recipe: Recipe, path: Path) -> None:

@@ -131,12 +131,22 @@ def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | Pro
         raise _missing_model(model_path) from error
 
 
+#: The name of the model that `make smollm2` brings, on the hub and in its folder.
+_SMOLLM2 = "SmolLM2-135M-Instruct"
+
+
 def _missing_model(model_path: str) -> RecipeError:
     if Path(model_path).exists():
         return RecipeError(f"{model_path} does not hold a model and a tokenizer that transformers can load")
+    instead = "check the name and the network, or give a local folder with --model_name_or_path"
+    if Path(model_path).name == _SMOLLM2:
+        instead = (
+            "without the hub, run make smollm2 in a checkout of TROLL, and then train with --model_name_or_path "
+            f"models/{_SMOLLM2}"
+        )
     return RecipeError(
         f"cannot load the model {model_path!r}: there is no such folder, and the Hugging Face hub does not have it or "
-        "cannot be reached; check the name and the network, or give a local folder with --model_name_or_path"
+        f"cannot be reached; {instead}"
     )
 
 

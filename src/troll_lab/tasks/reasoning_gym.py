@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 
 from troll.grading import completion_text
+from troll.settings import did_you_mean
 from troll_lab.rewards.answers import tagged
 from troll_lab.tasks.attempts import attempt_rewards, overthought
 from troll_lab.tasks.dataset_task import PAIRS, TEXT, Kind, Options
@@ -187,7 +188,8 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
         raise TaskError('this task needs reasoning-gym: pip install "troll-rl[tasks]"') from error
     if data_set not in DATASETS:
         usable = sorted(name for name in DATASETS if isinstance(JUDGES.get(name), Judge))
-        raise TaskError(f"unknown reasoning-gym data set {data_set!r}; it has {', '.join(usable)}")
+        hint = did_you_mean(data_set, usable)
+        raise TaskError(f"unknown reasoning-gym data set {data_set!r}{hint or ';'} it has {', '.join(usable)}")
     judge_of(data_set)
     known = {field.name for field in fields(DATASETS[data_set][1])} - {"seed", "size"}
     configuration = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
@@ -195,7 +197,9 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
         if name in ("seed", "size"):
             raise TaskError(f"task option {name!r} is not for reasoning-gym tasks: use train_size and eval_size")
         if name not in known:
-            raise TaskError(f"{data_set!r} has no option {name!r}; it has {', '.join(sorted({*known, *_OWN_OPTIONS}))}")
+            takes = sorted({*known, *_OWN_OPTIONS})
+            hint = did_you_mean(name, takes)
+            raise TaskError(f"{data_set!r} has no option {name!r}{hint or ';'} it has {', '.join(takes)}")
     try:
         return create_dataset(data_set, seed=seed, size=size, **configuration)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll.settings import described
+from troll.settings import described, did_you_mean
 from troll_lab.terminal import UsageError
 from troll_lab.values import parsed
 
@@ -206,9 +206,8 @@ def registration_of(task: str) -> tuple[Registration, str]:
     """
     prefix, colon, argument = task.partition(":")
     if prefix not in _LOADERS:
-        raise TaskError(
-            f"unknown task {task!r}; known tasks: {', '.join(known_tasks())}; or the path of a .yaml or .py file"
-        )
+        hint, known = did_you_mean(prefix, _LOADERS) or ";", ", ".join(known_tasks())
+        raise TaskError(f"unknown task {task!r}{hint} known tasks: {known}; or the path of a .yaml or .py file")
     pattern = _LOADERS[prefix].pattern
     takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
     if (argument and not takes) or (needs and not argument) or (colon and not argument):

@@ -148,8 +148,16 @@ def test_files_are_loaded_as_for_training() -> None:
 @pytest.mark.parametrize(
     ("changed", "trained", "message"),
     [
-        ({"task": None, "task_options": ["{}"]}, None, "no task: name one with --task"),
-        ({"task": None}, TrainingTask(None, None, {}, None, {}), "no task: name one with --task"),
+        (
+            {"task": None, "task_options": ["{}"]},
+            None,
+            "there is no folder .*: check the path; for a model on the hub, name a task with --task",
+        ),
+        (
+            {"task": None},
+            TrainingTask(None, None, {}, None, {}),
+            "was trained on a task of another machine: name a task",
+        ),
         ({"chat_template_kwargs": "[1]"}, None, "chat_template_kwargs must be a JSON object"),
         ({"chat_template_kwargs": "{"}, None, "chat_template_kwargs is not valid JSON"),
         ({"task_options": ["{"]}, None, "not valid JSON"),

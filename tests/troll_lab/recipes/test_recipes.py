@@ -1,8 +1,10 @@
 import json
+import re
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from experiments import RECIPES
@@ -20,6 +22,24 @@ def on_cpu(name: str) -> list[str]:
 def one_point(name: str) -> list[str]:
     _, grid = recipes.read(name)
     return [part for field, values in grid.items() for part in (f"--{field}", recipes.as_argument(values[0]))]
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.read(name)[0].get("bf16")])
+def test_a_recipe_for_a_gpu_says_so_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match=f"^{re.escape(name)} is for a GPU .* none here; .* --use_cpu --bf16 false"):
+        recipes.load(name)
+    recipes.load(name, ["--use_cpu", "--bf16", "false"])
+
+
+def test_a_slow_recipe_for_a_gpu_says_so_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    note = recipes.load("smollm2-gsm8k").note
+    assert note is not None and note.startswith("smollm2-gsm8k is for a GPU, and torch finds none here")
+    assert recipes.load("smollm2-gsm8k", ["--use_cpu"]).note is None
+    assert recipes.load("smollm2-sums").note is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert recipes.load("smollm2-gsm8k").note is None
 
 
 def test_overrides_win_over_the_recipe() -> None:
@@ -93,6 +113,7 @@ def test_two_words_for_the_length_of_a_rollout_in_one_place_must_agree(tmp_path:
 def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(monkeypatch, usable):
     name, cpu = "gsm8k-qwen3-24gb", ["--use_cpu", "--bf16", "false"]
     monkeypatch.setattr(recipes, "vllm_is_usable", lambda: usable)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: usable)
     on_gpu = recipes.load(name, ["--bf16", "false"])
     assert on_gpu.training.use_vllm is on_gpu.settings["use_vllm"] is usable
     assert (on_gpu.note is None) is usable

@@ -157,8 +157,16 @@ def test_other_data_sets_score_their_own_answers(data_set):
 @pytest.mark.parametrize(
     ("data_set", "options", "message"),
     [
-        ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre, aiw"),
-        ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, "),
+        (
+            "chain_sums",
+            {},
+            "unknown reasoning-gym data set 'chain_sums', did you mean chain_sum\\? it has ab, acre, aiw",
+        ),
+        (
+            "chain_sum",
+            {"terms": 3},
+            "'chain_sum' has no option 'terms', did you mean min_terms\\? it has allow_negation, answer_format, ",
+        ),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "many"}, "does not accept the options"),
