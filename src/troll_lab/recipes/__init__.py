@@ -20,6 +20,7 @@ is a text, and a dictionary may be written `{top_p: .9}` or as JSON. A key that 
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -309,7 +310,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}, or give "
             f"each one value, as in --{open_axes[0]} {grid[open_axes[0]][0]}"
         )
-    notes = []
+    notes = [] if (line := _fit_to_rollouts(training, path, given, settings)) is None else [line]
     about = first_sentence(path.read_text())
     if on_cpu and not training.use_cpu and "GPU" in about:
         notes.append(f"{name_of(path)} is for a GPU, and torch finds none here: expect it to be slow ({about})")
@@ -335,6 +336,30 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     if loaded:
         resolved[PLUGINS] = loaded
     return Recipe(name_or_path, name_of(path), resolved, task, training, model, "\n".join(notes) or None)
+
+
+def _fit_to_rollouts(training: LabConfig, path: Path, given: Collection[str], settings: Collection[str]) -> str | None:
+    """Rounds the steps between checkpoints and between logs up to whole rollouts, if the user has not set them.
+
+    A run resumes exactly from the end of a rollout only. Defaults are rounded, and the values of recipes of this
+    package, which do not know the length of a rollout that a command sets.
+
+    Returns:
+        A line for the user about logs without a reward; None if every log has one.
+    """
+    updates = training.rollout_steps // math.gcd(training.rollout_steps, training.gradient_accumulation_steps)
+    for name in ("save_steps", "logging_steps"):
+        steps = getattr(training, name)
+        users = name in given or (name in settings and path.parent != FOLDER)
+        if not users and steps >= 1:  # below, it is a fraction of the run
+            setattr(training, name, math.ceil(steps / updates) * updates)
+    steps = training.logging_steps
+    if training.logging_strategy != "steps" or not 1 <= steps < updates:
+        return None
+    return (
+        f"logging_steps {steps:g}: TRL logs the reward of a rollout once, in the first log after it was sampled, "
+        f"so the others of its {updates} updates have none; with logging_steps {updates}, each log has one"
+    )
 
 
 def _refuse_half_precision(path: Path, settings: Mapping[str, Any], given: Collection[str]) -> None:

@@ -211,6 +211,8 @@ def _train(
                 success = _mean_probability(model, *test)
             progress.update(bar, advance=1, description=f"success {success:.0%}")
             if target is not None and success >= target:
+                # A full bar: the steps that are left were only for a model that learns more slowly.
+                progress.update(bar, total=step, description=f"ready at {success:.0%}")
                 break
         result = {"steps": step, "success": success}
         if share < 1:

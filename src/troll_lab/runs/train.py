@@ -20,6 +20,7 @@ from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs.build import BuiltRun, build
 from troll_lab.runs.folders import LOCK
+from troll_lab.runs.interrupt import StopAfterRollout
 from troll_lab.runs.recorded import HELD_OUT, SUCCESS
 from troll_lab.runs.result import RunResult
 from troll_lab.tasks import Task
@@ -64,7 +65,8 @@ def train(recipe: Recipe, console: Console) -> bool:
     the `model` and checkpoints. Every mistake in a recipe is found before the first step.
 
     Returns:
-        Whether training reached its end. Ctrl-C leaves a folder that is just as complete and can be resumed.
+        Whether training reached its end. Ctrl-C ends it after the rollout, and a second one at once, which leaves the
+        last checkpoint. The folder is just as complete, and can be resumed if there is a checkpoint.
 
     Raises:
         RecipeError: If another process trains in the folder; and see `troll_lab.runs.build.build`.
@@ -93,13 +95,16 @@ def _train(run: BuiltRun, console: Console) -> bool:
     if run.others:
         trainer.add_callback(OtherTasks(trainer, run.others))
 
+    stop = StopAfterRollout(trainer)
+    trainer.add_callback(stop)
     result = RunResult(run)
     # TRL would write its own card, without the task and results, with every checkpoint and before every push.
     trainer.create_model_card = result.write_card  # type: ignore[method-assign]
     status = "failed"
     try:
-        trainer.train(resume_from_checkpoint=run.checkpoint)
-        status = "finished"
+        with stop.listening():
+            trainer.train(resume_from_checkpoint=run.checkpoint)
+        status = "interrupted" if stop.stopped else "finished"
     except KeyboardInterrupt:
         status = "interrupted"
     finally:

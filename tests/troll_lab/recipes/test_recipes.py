@@ -24,6 +24,58 @@ def one_point(name: str) -> list[str]:
     return [part for field, values in grid.items() for part in (f"--{field}", recipes.as_argument(values[0]))]
 
 
+@pytest.mark.parametrize(
+    "name", [*recipes.names(), *sorted(map(str, RECIPES.glob("*.yaml")))], ids=lambda name: Path(name).stem
+)
+def test_recipes_save_and_log_at_the_end_of_rollouts(name: str) -> None:
+    training = recipes.load(name, [*one_point(name), *on_cpu(name)]).training
+    updates = training.rollout_steps // training.gradient_accumulation_steps
+    written = recipes.read(name)[0]
+    assert (written["save_steps"] % updates, written["logging_steps"] % updates) == (0, 0)
+    assert (training.save_steps, training.logging_steps) == (written["save_steps"], written["logging_steps"])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "save_steps", "logging_steps"),
+    [
+        (["--updates_per_rollout", "6"], 228, 12),
+        (["--updates_per_rollout", "16"], 224, 16),
+        (["--updates_per_rollout", "1"], 224, 8),
+        (["--steps_per_generation", "4", "--gradient_accumulation_steps", "3"], 224, 8),
+        (["--updates_per_rollout", "6", "--save_steps", "224"], 224, 12),
+        (["--updates_per_rollout", "6", "--save_steps", "0.1"], 0.1, 12),
+    ],
+)
+def test_a_longer_rollout_moves_only_what_nobody_set(
+    tmp_path: Path, rollout: list[str], save_steps: float, logging_steps: float
+) -> None:
+    recipe = recipes.load("quickstart", rollout)
+    assert (recipe.training.save_steps, recipe.training.logging_steps) == (save_steps, logging_steps)
+    assert recipe.note is None
+    recipes.save(recipe, tmp_path / "config.yaml")
+    again = recipes.load(str(tmp_path / "config.yaml"))
+    assert recipes.plain(again) == recipes.plain(recipe)
+
+
+def test_defaults_end_with_a_rollout_and_values_of_a_users_file_stay(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{model_name_or_path: toy, use_cpu: true, bf16: false, updates_per_rollout: 8}")
+    training = recipes.load(str(path)).training
+    assert (training.save_steps, training.logging_steps) == (504, 16)
+    path.write_text("{extends: quickstart, save_steps: 100, logging_steps: 12}")
+    recipe = recipes.load(str(path))
+    assert (recipe.training.save_steps, recipe.training.logging_steps) == (100, 12)
+    assert recipe.note is None, "a rollout is sampled between any two of these logs"
+
+
+@pytest.mark.parametrize("steps", ["1", "4", "7"])
+def test_logs_without_a_reward_are_explained(steps: str) -> None:
+    note = recipes.load("quickstart", ["--logging_steps", steps]).note
+    assert note is not None and note.startswith(f"logging_steps {steps}: TRL logs the reward of a rollout once")
+    assert note.endswith("with logging_steps 8, each log has one")
+    assert recipes.load("quickstart", ["--logging_steps", steps, "--logging_strategy", "epoch"]).note is None
+
+
 @pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.read(name)[0].get("bf16")])
 def test_a_recipe_for_a_gpu_says_so_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

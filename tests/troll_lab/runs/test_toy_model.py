@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -175,9 +176,16 @@ def test_learning_rate_rises_and_falls(tmp_path, monkeypatch):
     assert rates == [0.5, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
-def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
+def test_a_warm_up_below_its_target_warns(tmp_path, caplog, capsys):
     toy_model(TASK, cache_dir=tmp_path)
     assert "below its target of 30 %" in caplog.text
+    assert "ready" not in capsys.readouterr().out
+
+
+def test_the_bar_of_a_warm_up_that_reaches_its_target_is_full_and_says_so(tmp_path, capsys):
+    at_once = {**SHORT, "max_steps": 50, "target_success": 0.0}
+    toy_model(TaskConfig(task_options=OPTIONS, warm_up=at_once), cache_dir=tmp_path)
+    assert re.search(r" 1/1 ready at \d+%", capsys.readouterr().out)
 
 
 def sums(warm_up, **options):

@@ -1,6 +1,7 @@
 import io
 import json
 import shutil
+import signal
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,72 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(short_run, tmp_path, c
     for name, weight in weights(uninterrupted).items():
         torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
     assert logged(folder) == logged(uninterrupted)
+
+
+class CtrlC(TrainerCallback):
+    """Raises SIGINT a number of times at an event of a step."""
+
+    def __init__(self, event: str, step: int, times: int = 1) -> None:
+        self.step, self.times = step, times
+        setattr(self, event, self.press)
+
+    def press(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.step:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+            self.step = -1
+
+
+#: A random model is never right, and would not move.
+REWARDED = ["--task_options.random_reward", "0.5", "--save_strategy", "no", "--max_steps", "6"]
+
+
+@pytest.fixture(scope="module")
+def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never interrupted, and whose weights have moved in each rollout."""
+    folder = tmp_path_factory.mktemp("moved") / "run"
+    assert train(recipes.load("quickstart", [*short(tiny_model, folder), *REWARDED]), Console(quiet=True))
+    assert all(line["grad_norm"] > 0 for line in logged(folder) if "loss" in line)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("event", "step"),
+    [("on_evaluate", 0), ("on_step_begin", 0), ("on_pre_optimizer_step", 1), ("on_step_end", 2), ("on_log", 2)],
+)
+def test_ctrl_c_saves_at_the_end_of_the_rollout(short_run, tmp_path, console, monkeypatch, moved, capfd, event, step):
+    folder, longer = tmp_path / "run", [*short_run, *REWARDED, "--max_steps", "8"]
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "_trainer", trainer_with(CtrlC(event, step)))
+        assert not train(recipes.load("quickstart", longer), console)
+    assert "stopping at the end of the rollout, with a checkpoint; Ctrl-C again" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    last = 4 if (event, step) == ("on_log", 2) else 2  # a log comes after the end of its step
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    check_complete(folder / f"checkpoint-{last}")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", last)
+    assert f"interrupted at step {last}; resume with the same command and --resume" in console.export_text()
+    with pytest.raises(RecipeError, match=r"is not empty: .* resume from its last checkpoint with --resume_from"):
+        train(recipes.load("quickstart", longer), console)
+
+    assert train(recipes.load("quickstart", [*short_run, *REWARDED, "--resume_from_checkpoint"]), console)
+    for name, weight in weights(moved).items():
+        torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
+    assert logged(folder) == logged(moved)
+
+
+def test_a_second_ctrl_c_stops_at_once(short_run, tmp_path, console, monkeypatch):
+    monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_pre_optimizer_step", 0, times=2)))
+    assert not train(recipes.load("quickstart", short_run), console)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 0
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_the_last_rollout_lets_the_run_finish(short_run, console, monkeypatch):
+    monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_step_begin", 2)))
+    assert train(recipes.load("quickstart", short_run), console)
 
 
 def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, console, monkeypatch):

@@ -105,7 +105,10 @@ def test_registering_a_prefix_twice_is_an_error(echo_task):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", r"unknown task 'gsm9k'; known tasks: .*gsm8k, .*prompts\[:<hub data set>\], .*; or the path of"),
+        (
+            "gsm9k",
+            r"unknown task 'gsm9k', did you mean gsm8k\? known tasks: .*prompts\[:<hub data set>\], .*; or the path",
+        ),
         ("", "unknown task ''"),
         ("gsm8k:hard", "not of the form 'gsm8k'"),
         ("gsm8k:", "not of the form 'gsm8k'"),
