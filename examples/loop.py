@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -79,12 +80,15 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     questions: list[tuple[str, str]] = []
+    model: Any  # transformers' types of models and tokenizers do not include each other
+    tokenizer: Any
     if options.model is None:
         model, tokenizer = tiny_model()
     else:
         # In float32, since the rounding of bfloat16 would be measured as KL, and small updates would be lost.
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some have none
         for line in options.data.read_text(encoding="utf-8").splitlines():
             prompt, answer = line.split("\t")
             if tokenizer.chat_template is not None:
