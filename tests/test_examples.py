@@ -24,6 +24,20 @@ def test_own_loop_keeps_every_update_within_the_bound(capsys: pytest.CaptureFixt
     assert max(largest_kl) == pytest.approx(0.05, abs=1e-4)  # some tokens were projected, none lies outside
 
 
+def test_loop_learns_and_keeps_every_token_within_the_bound() -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(EXAMPLES / "loop.py"), "--rollouts", "14"]
+    _, *lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 14
+    numbers = [[float(number.rstrip("%")) for number in line.split()[:8]] for line in lines]
+    rewards, _, measured, wanted, _, largest_kl, rates = list(zip(*numbers, strict=True))[1:]
+    assert sum(rewards[-4:]) > 2 * sum(rewards[:4])
+    assert max(largest_kl) == pytest.approx(0.05, abs=1e-4)  # some tokens were projected, none lies outside
+    assert wanted == pytest.approx([0.03 * (3 / 7) ** 0.5] * len(lines), abs=1e-4)
+    assert min(measured) > 0
+    assert len(set(rates)) > 1
+
+
 def test_distillation_brings_the_student_to_the_teacher(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "distil.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
