@@ -48,6 +48,8 @@ FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it is no rise. It is
 #: judged while the KL is between two parts of the wanted one: smaller KLs may be rounding.
 LEAST_RISE, JUDGED = 0.25, (1 / 1000, 3 / 4)
+#: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
+DOUBTED_GROWTH = 3.0
 #: Entropy and success are compared with their mean over about this many rollouts; the floor is a mean of as many.
 RECENT_ROLLOUTS = 10
 #: The smallest KL of which a logarithm is taken, as a part of the wanted one.
@@ -98,6 +100,8 @@ class _State:
     reached: float | None = None
     #: (log D, log KL, rate), means over a rollout, with which those of a walk twice as long are compared.
     compared: list[float] | None = None
+    #: The one before it, if a walk twice as long has not raised the KL.
+    not_raised: list[float] | None = None
     #: The limit of the rate since a larger one did not raise the KL, and the mean log KL with it.
     held: list[float] | None = None
     #: The names of the warnings that were given.
@@ -112,8 +116,9 @@ class KLTarget:
         rate = target.update(kl, age)    # in every update, before the optimiser's step, which uses it
 
     The rate is not raised while entropy or success is below half of its recent mean: a policy that has collapsed
-    measures a small KL. It is not raised above ten times the rate that first reached the wanted KL. And if a rate twice
-    as large has not raised the KL, it goes back, and stays there until the KL changes. Each of these gives one warning.
+    measures a small KL. It is not raised above ten times the rate that first reached the wanted KL. And if two
+    doublings of the rate have not raised the KL, it goes back, and stays there until the KL changes. Each of these
+    gives one warning.
 
     The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
 
@@ -282,7 +287,10 @@ class KLTarget:
         return log_walk + (math.log(self.wanted(self.last_age)) - log_kl) / EXPONENT - math.log(self.last_age)
 
     def _hold_if_saturated(self) -> None:
-        """Limits the rate if a walk twice as long has not raised the KL, until the KL is the wanted one, or halves."""
+        """Limits the rate if a walk has been doubled twice and the KL has not risen.
+
+        The limit ends where the KL becomes the wanted one, or halves.
+        """
         state = self._state
         log_age, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
         log_part = log_kl - math.log(self.wanted(math.exp(log_age)))
@@ -290,19 +298,24 @@ class KLTarget:
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
         if state.clear < self._window or not math.log(JUDGED[0]) < log_part < math.log(JUDGED[1]):
-            state.compared = None
+            state.compared = state.not_raised = None
             return
         if state.compared is not None:
             longer, larger = log_walk - state.compared[0], log_kl - state.compared[1]
             if 0 <= longer < math.log(2):
                 return
-            if longer > 0 and larger < LEAST_RISE * EXPONENT * longer:
-                state.held = [state.compared[2], state.compared[1]]
+            if longer < 0 or larger >= LEAST_RISE * EXPONENT * longer:
+                state.not_raised = None
+            elif state.not_raised is None:  # may be noise, or Adam: its first updates all go one way, and far
+                state.not_raised = state.compared
+            else:
+                before, state.not_raised = state.not_raised, None
+                state.held = [before[2], before[1]]
                 self._tell(
                     "held",
                     f"a KL target of {self.kl:g} is out of reach: the KL is {math.exp(log_part):.0%} of the wanted, "
-                    f"and {math.exp(longer):.2g} times the learning rate did not raise it. The rate is held at "
-                    f"{state.held[0]:.2g}; lower the target",
+                    f"and {math.exp(log_walk - before[0]):.2g} times the learning rate did not raise it. The rate is "
+                    f"held at {before[2]:.2g}; lower the target",
                 )
                 return
         state.compared = [log_walk, log_kl, state.rate]
@@ -315,6 +328,8 @@ class KLTarget:
         if growth > 1:
             growth = max(growth, far_growth(rate / state.rate))
         rate = min(rate, growth * state.rate, math.inf if state.held is None else state.held[0])
+        if state.not_raised is not None and state.compared is not None:  # a second doubling will decide
+            rate = min(rate, DOUBTED_GROWTH * state.compared[2])
         if state.reached is not None and rate > REACHED_GROWTH * state.reached:
             rate = REACHED_GROWTH * state.reached
             self._tell(
