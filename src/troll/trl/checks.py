@@ -271,10 +271,12 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
             stacklevel=3,
         )
     updates = args.rollout_steps // math.gcd(args.rollout_steps, args.gradient_accumulation_steps)
-    if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % updates:
+    nobody_set = args.save_steps == type(args).__dataclass_fields__["save_steps"].default
+    if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % updates and not nobody_set:
         warnings.warn(
             f"save_steps={args.save_steps} is not a multiple of the {updates} updates after which a rollout ends: a "
-            "run resumed from the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
+            "run resumed from the middle of a rollout starts a new one and does not repeat the interrupted run "
+            f"exactly. Set save_steps={math.ceil(args.save_steps / updates) * updates}",
             stacklevel=3,
         )
     if args.save_strategy != "no" and args.sync_ref_model:

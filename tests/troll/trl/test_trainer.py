@@ -370,6 +370,7 @@ def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
     ("settings", "warned"),
     [
         ({"save_steps": 3}, True),
+        ({"save_steps": 500, "steps_per_generation": 12}, False),  # transformers' default, which nobody has set
         ({"save_steps": 3, "gradient_accumulation_steps": 3}, True),  # passes over two rollouts in an update
         ({"save_steps": 4, "gradient_accumulation_steps": 3}, False),
         ({"save_steps": 4}, False),
@@ -382,7 +383,8 @@ def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
 )
 def test_saving_in_the_middle_of_a_rollout_is_warned_about(make, recwarn, settings, warned):
     make(**{"save_strategy": "steps", "steps_per_generation": 4, **settings})
-    assert any("is not a multiple of the 4 updates" in str(warning.message) for warning in recwarn) == warned
+    said = [text for warning in recwarn if "is not a multiple of the" in (text := str(warning.message))]
+    assert bool(said) == warned and all(text.endswith("exactly. Set save_steps=4") for text in said)
 
 
 @pytest.mark.parametrize("save_strategy", ["steps", "no"])
