@@ -53,9 +53,8 @@ class StopAfterRollout(TrainerCallback):
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(OSError):
-            os.write(
-                2, _SAID
-            )  # `print` may be what the signal has interrupted, and cannot be called again within itself
+            # `print` may be what the signal has interrupted, and cannot be called again within itself.
+            os.write(2, _SAID)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -2,6 +2,7 @@ import io
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,14 @@ class CtrlC(TrainerCallback):
             self.step = -1
 
 
+@pytest.fixture
+def listens() -> Iterator[None]:
+    """Python's own handler of Ctrl-C: a test that runs in the background may have inherited that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 #: A random model is never right, and would not move.
 REWARDED = ["--task_options.random_reward", "0.5", "--save_strategy", "no", "--max_steps", "6"]
 
@@ -195,6 +204,7 @@ def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("listens")
 @pytest.mark.parametrize(
     ("event", "step"),
     [("on_evaluate", 0), ("on_step_begin", 0), ("on_pre_optimizer_step", 1), ("on_step_end", 2), ("on_log", 2)],
@@ -221,6 +231,7 @@ def test_ctrl_c_saves_at_the_end_of_the_rollout(short_run, tmp_path, console, mo
     assert logged(folder) == logged(moved)
 
 
+@pytest.mark.usefixtures("listens")
 def test_a_second_ctrl_c_stops_at_once(short_run, tmp_path, console, monkeypatch):
     monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_pre_optimizer_step", 0, times=2)))
     assert not train(recipes.load("quickstart", short_run), console)
@@ -229,6 +240,7 @@ def test_a_second_ctrl_c_stops_at_once(short_run, tmp_path, console, monkeypatch
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("listens")
 def test_ctrl_c_in_the_last_rollout_lets_the_run_finish(short_run, console, monkeypatch):
     monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_step_begin", 2)))
     assert train(recipes.load("quickstart", short_run), console)

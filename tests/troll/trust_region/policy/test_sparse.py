@@ -161,7 +161,7 @@ def test_every_public_type_is_tested_here():
     modules = (troll, troll.diagnostics)
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     public = {name: value for name, value in names.items() if inspect.isclass(value)}
-    assert VALUES.keys() == public.keys() - {"Truncation"}
+    assert VALUES.keys() == public.keys() - {"Truncation", "KLTarget"}  # the latter has a state for JSON instead
     assert all(isinstance(value, public[name]) for name, value in VALUES.items())
 
 
