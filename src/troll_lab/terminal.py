@@ -35,7 +35,7 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # between libraries: a user can do nothing about them
+            ignore_remarks_of_libraries()
             return command()
     except KeyboardInterrupt:
         print("troll: interrupted", file=sys.stderr)
@@ -44,6 +44,12 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
         return fail(f'{error}: pip install "troll-rl[{extras}]"')
     except (ImportError, UsageError) as error:
         return fail(error)
+
+
+def ignore_remarks_of_libraries() -> None:
+    """Ignores warnings between libraries, and those about their code when Python compiles it."""
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]site-packages[/\\]")
 
 
 def fail(error: object, code: int = USAGE_ERROR) -> int:

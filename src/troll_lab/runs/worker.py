@@ -17,6 +17,8 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
+from troll_lab.terminal import ignore_remarks_of_libraries, run_command
+
 #: The modules that a run imports, some of them only when it needs them. Some may not be installed.
 _IMPORTS = ("troll_lab.runs.train", "reasoning_gym", "troll_lab.reports.run_page", "matplotlib.backends.backend_svg")
 
@@ -30,7 +32,7 @@ def main() -> None:
         serve(lambda arguments: os.execv(sys.executable, [sys.executable, "-m", "troll_lab.runs.worker", *arguments]))
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # as the command line does
+        ignore_remarks_of_libraries()
         for name in _IMPORTS:
             with contextlib.suppress(ImportError):  # a run that needs the module reports that it is missing
                 importlib.import_module(name)
@@ -41,8 +43,6 @@ def main() -> None:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    from troll_lab.terminal import run_command
-
     def command() -> int:
         from troll_lab.runs.train import train_command  # a package may be missing, and then the run reports it
 
