@@ -23,8 +23,8 @@ SMOLLM2 := models/SmolLM2-135M-Instruct
 SMOLLM2_DEMO_OUTPUT ?= runs/demo-smollm2-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup vllm-setup demo smollm2 demo-smollm2 verl-demo test test-trl test-verl test-vllm test-portable test-compat test-compat-trl \
-	test-compat-torch test-compat-verl test-release check check-workflows bench bench-gpu results picture docs docs-serve \
+.PHONY: setup verl-setup vllm-setup demo smollm2 demo-smollm2 verl-demo test test-trl test-verl test-slow test-vllm test-portable test-compat \
+	test-compat-trl test-compat-torch test-compat-verl test-release check check-workflows bench bench-gpu results picture docs docs-serve \
 	dist format clean
 
 setup: $(VENV)/installed
@@ -96,6 +96,10 @@ test-trl: setup
 
 test-verl: verl-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/troll/verl
+
+# What takes too long for every change; every week in CI.
+test-slow: setup
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # With a real engine, on a CPU. Not in CI.
 test-vllm: vllm-setup

@@ -3,10 +3,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.troll_lab.runs.conftest import logged
 from troll_lab.runs.slots import Slot
 
 
+@pytest.mark.slow
 def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: list[str], tmp_path: Path) -> None:
     # Two threads: torch's pool would not survive a fork, so that nothing may start it before.
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
