@@ -17,8 +17,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from troll_lab.terminal import ignore_remarks_of_libraries, run_command
-
 #: The modules that a run imports, some of them only when it needs them. Some may not be installed.
 _IMPORTS = ("troll_lab.runs.train", "reasoning_gym", "troll_lab.reports.run_page", "matplotlib.backends.backend_svg")
 
@@ -31,6 +29,8 @@ def main() -> None:
     if sys.platform == "darwin":  # its frameworks do not survive a fork
         serve(lambda arguments: os.execv(sys.executable, [sys.executable, "-m", "troll_lab.runs.worker", *arguments]))
         return
+    from troll_lab.terminal import ignore_remarks_of_libraries
+
     with warnings.catch_warnings():
         ignore_remarks_of_libraries()
         for name in _IMPORTS:
@@ -43,6 +43,8 @@ def main() -> None:
 
 
 def _train(arguments: Sequence[str]) -> int:
+    from troll_lab.terminal import run_command
+
     def command() -> int:
         from troll_lab.runs.train import train_command  # a package may be missing, and then the run reports it
 
