@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import HfArgumentParser
 
 from tests.tolerance import within
-from tests.troll.trl import tiny
+from tests.troll.trl import estimators_contract, tiny
 from troll.trl import Estimator, TrollConfig, estimators, register_estimator
 from troll.trl.config import LABORATORY_ESTIMATORS
 
@@ -100,27 +100,12 @@ def test_advantages_are_the_estimators_of_the_rewards(make, estimator):
 
 @pytest.mark.parametrize("estimator", OURS)
 def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
-    """In batches of odd sizes, too."""
-    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 3, "steps_per_generation": 3}
-    settings = {"advantage_estimator": estimator, "num_generations": 1, "max_steps": 3, **sizes}
-    if estimators.ESTIMATORS[estimator].needs_group:
-        with pytest.raises(ValueError, match="at least 2 generations"):
-            make(**settings)
-        return
-    trainer = make(**settings)
-    trainer.train()
-    assert trainer.args.num_generations == 1
-    assert len(tiny.logged(trainer, "loss")) == 3
+    estimators_contract.one_completion_is_enough_without_groups(make, estimator)
 
 
 @pytest.mark.parametrize("estimator", OURS)
 def test_every_estimator_trains(make, estimator):
-    trainer = make(advantage_estimator=estimator, eval_dataset=tiny.make_dataset(4))
-    before = tiny.parameters(trainer.model)
-    trainer.train()
-    trainer.evaluate()
-    assert all(torch.isfinite(torch.tensor(tiny.logged(trainer, "loss"))))
-    assert tiny.changed(before, trainer.model)
+    estimators_contract.trains(make, estimator)
 
 
 def furthest(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:

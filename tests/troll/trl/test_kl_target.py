@@ -42,12 +42,25 @@ class Keep(TrainerCallback):
         self.found.append(self.trainer.kl_target_rate.rate)
 
 
-def run(make: tiny.Maker, **settings: Any) -> tuple[Any, Keep]:
+def run(make: Any, *trainer_class: type, **settings: Any) -> tuple[Any, Keep]:
     """A training with a KL target, and its rates."""
     keep = Keep()
-    trainer = keep.trainer = make(callbacks=[keep], **{**TARGET, **settings})
+    trainer = keep.trainer = make(*trainer_class, callbacks=[keep], **{**TARGET, **settings})
     trainer.train()
     return trainer, keep
+
+
+def kept_ages(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The ages of the updates that follow, as the controller is told them."""
+    ages: list[float] = []
+    update = KLTarget.update
+
+    def kept(self: KLTarget, kl: float, age: float, **rest: Any) -> float:
+        ages.append(age)
+        return update(self, kl, age, **rest)
+
+    monkeypatch.setattr(KLTarget, "update", kept)
+    return ages
 
 
 def groups(model: Any, *rates: float) -> AdamW:
@@ -146,14 +159,7 @@ def test_micro_batches_of_an_update_count_as_one(make):
 
 
 def test_the_age_counts_updates_since_sampling_in_every_iteration_over_a_rollout(make, monkeypatch):
-    ages: list[float] = []
-    update = KLTarget.update
-
-    def kept(self: KLTarget, kl: float, age: float, **rest: Any) -> float:
-        ages.append(age)
-        return update(self, kl, age, **rest)
-
-    monkeypatch.setattr(KLTarget, "update", kept)
+    ages = kept_ages(monkeypatch)
     batches: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run(make, steps_per_generation=4, num_iterations=2, max_steps=8, **batches)
     assert ages == [0, 1, 2, 3, 0, 1, 2, 3]

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from tests.troll.trl import dense, tiny
+from tests.troll.trl import dense, estimators_contract, tiny
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from tests.troll.trl.test_checks import tokenizer_with
 from tests.troll.trl.test_diagnostics import assert_no_nan_where_nothing_is_judged
@@ -68,27 +68,12 @@ def test_a_critic_draws_no_random_numbers_of_the_rollouts(make):
 
 @pytest.mark.parametrize("estimator", OURS)
 def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
-    """In batches of odd sizes, too."""
-    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 3, "steps_per_generation": 3}
-    settings = {"advantage_estimator": estimator, "num_generations": 1, "max_steps": 3, **sizes}
-    if ESTIMATORS[estimator].needs_group:
-        with pytest.raises(ValueError, match="at least 2 generations"):
-            make(**settings)
-        return
-    trainer = make(**settings)
-    trainer.train()
-    assert trainer.args.num_generations == 1
-    assert len(tiny.logged(trainer, "loss")) == 3
+    estimators_contract.one_completion_is_enough_without_groups(make, estimator)
 
 
 @pytest.mark.parametrize("estimator", OURS)
 def test_every_estimator_trains(make, estimator):
-    trainer = make(advantage_estimator=estimator, eval_dataset=tiny.make_dataset(4))
-    before = tiny.parameters(trainer.model)
-    trainer.train()
-    trainer.evaluate()
-    assert all(torch.isfinite(torch.tensor(tiny.logged(trainer, "loss"))))
-    assert tiny.changed(before, trainer.model)
+    estimators_contract.trains(make, estimator)
 
 
 def test_the_critic_learns_and_says_so(make):

@@ -6,31 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.troll.trl.test_kl_target import TARGET, Keep, walk
-from troll import KLTarget
+from tests.troll.trl.test_kl_target import kept_ages, run, walk
 from troll_lab.trl import LabConfig, LabTrainer
-
-
-def run(make: Any, **settings: Any) -> tuple[LabTrainer, Keep]:
-    """A training with a KL target, and its rates."""
-    keep = Keep()
-    trainer = keep.trainer = make(LabTrainer, callbacks=[keep], **{**TARGET, **settings})
-    trainer.train()
-    return trainer, keep
 
 
 @pytest.mark.parametrize(("anchor", "staleness"), [("old", 0), ("rollout", 6)])
 def test_an_old_policy_that_sampled_an_old_rollout_is_as_old_as_that(make, monkeypatch, anchor, staleness):
     """The KL is measured from the anchor: the network that scored the rollout, or the older one that sampled it."""
-    ages: list[float] = []
-    update = KLTarget.update
-
-    def kept(self: KLTarget, kl: float, age: float, **rest: Any) -> float:
-        ages.append(age)
-        return update(self, kl, age, **rest)
-
-    monkeypatch.setattr(KLTarget, "update", kept)
-    trainer, _ = run(make, rollout_delay=3, anchor=anchor, steps_per_generation=2, max_steps=10)
+    ages = kept_ages(monkeypatch)
+    trainer, _ = run(make, LabTrainer, rollout_delay=3, anchor=anchor, steps_per_generation=2, max_steps=10)
     assert trainer.args.anchor_staleness == staleness
     # The delay grows to three rollouts of two updates, as there are older weights.
     behind = [min(rollout, 3) * 2 if staleness else 0 for rollout in range(5)]
@@ -44,7 +28,7 @@ def test_one_update_a_rollout_says_nothing_whatever_the_delay(tmp_path):
 
 def test_a_critic_keeps_its_rate_and_its_warm_up_moves_nothing(make):
     critic: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 10}
-    trainer, keep = run(make, advantage_estimator="gae", critic_kwargs=critic)
+    trainer, keep = run(make, LabTrainer, advantage_estimator="gae", critic_kwargs=critic)
     assert trainer.critic is not None
     assert [group["lr"] for group in trainer.critic.optimizer.param_groups] == [3e-3] * 2
     assert {*walk(trainer)[:10]} == {0.0} and min(walk(trainer)[10:]) > 0
