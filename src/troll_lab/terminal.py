@@ -1,4 +1,4 @@
-"""Code shared by all commands: running and ending, the help of options, output lines, and errors."""
+"""Code shared by all commands: running and ending, output lines, and errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # rich is not installed everywhere that `one_line` is used
     from rich.console import Console
-
-T = TypeVar("T")
 
 #: Exit codes: training failed (in one of the runs), a mistake in the command, and Ctrl-C.
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
