@@ -254,6 +254,35 @@ def test_script_ends_at_once_if_its_parent_has_ended_before(open_sandbox: Bubble
     assert run(os.getppid()) == (1, b"")
 
 
+KILLS_ITS_PARENT = """
+import os, runpy, signal, sys, time
+def kill_the_parent(*_):
+    parent = os.getppid()
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+os.setpgid = kill_the_parent  # called in the process of a test, before it asks to end with its parent
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_path(f"{sys.path[0]}/stdio.py", run_name="__main__")
+"""
+
+
+def test_test_ends_at_once_if_its_parent_has_ended_before(open_sandbox: Bubblewrap, tmp_path: Path) -> None:
+    settings = open_sandbox._settings(LIMITS, cpu_seconds=9, threads=0)
+    program = b"open('ran', 'w')"
+    messages = [len(part).to_bytes(8, "little") + part for part in (program, b"")]
+    command = [sys.executable, "-c", KILLS_ITS_PARENT, str(INSIDE), settings]
+    read, write = os.pipe()
+    found = subprocess.run(
+        command, input=b"".join(messages), capture_output=True, timeout=60, cwd=tmp_path, pass_fds=[write]
+    )
+    assert (found.returncode, found.stdout) == (-signal.SIGKILL, b"+")
+    os.close(write)
+    assert os.read(read, 1) == b""  # all processes that had inherited the other end have ended
+    os.close(read)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_without_isolation_keeps_the_limits(open_sandbox: Bubblewrap) -> None:
     def found(program: str) -> str:
         return reason(open_sandbox, program, "1", limits=LIMITS)

@@ -112,9 +112,15 @@ def _mount_memory(folder: str, options: str) -> int:
     return _mount(b"memory", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, (options + owner).encode())
 
 
-def die_with_parent() -> None:
-    """Lets the kernel kill this process when its parent ends."""
+def die_with_parent(parent: int = 0) -> None:
+    """Lets the kernel kill this process when its parent ends, and ends it now if that has already happened.
+
+    Args:
+        parent: The process that must be its parent; 0: any, because the end of a namespace ends this process too.
+    """
     _call(PR_SET_PDEATHSIG, SIGKILL)
+    if parent and os.getppid() != parent:  # it ended before that call, so the kernel will send no signal
+        os._exit(1)
 
 
 def confine(settings: str) -> None:

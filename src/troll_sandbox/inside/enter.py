@@ -15,9 +15,7 @@ import confine
 script, disk, left, parent = sys.argv[1:5]
 del sys.argv[1:5]
 if int(parent):
-    confine.die_with_parent()
-    if os.getppid() != int(parent):  # it has ended before that call
-        os._exit(1)
+    confine.die_with_parent(int(parent))
 if int(left) > 2:
     os.closerange(int(left), int(left) + 1)
 if int(disk):

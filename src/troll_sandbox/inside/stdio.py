@@ -59,6 +59,7 @@ def serve() -> bytes | None:
     limit = int(settings.split(",")[2])
     program = receive()
     given, path = input_file(*sys.argv[2:])
+    parent = os.getpid()
     while (text := receive()) is not None:
         os.ftruncate(given, 0)
         for start in range(0, len(text), 1 << 20):
@@ -73,7 +74,7 @@ def serve() -> bytes | None:
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _signal.valid_signals())
             os.setpgid(0, 0)  # out of bubblewrap's group: a signal to its own group must not end bubblewrap
-            confine.die_with_parent()
+            confine.die_with_parent(parent)
             confine.confine(settings)
             return program
         report(pid, (files[1], files[2]), limit)
