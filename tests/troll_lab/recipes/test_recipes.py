@@ -164,7 +164,7 @@ def test_two_words_for_the_length_of_a_rollout_in_one_place_must_agree(tmp_path:
 @pytest.mark.parametrize("usable", [False, True])
 def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(monkeypatch, usable):
     name, cpu = "gsm8k-qwen3-24gb", ["--use_cpu", "--bf16", "false"]
-    monkeypatch.setattr(recipes, "vllm_is_usable", lambda: usable)
+    monkeypatch.setattr(recipes.recipe, "vllm_is_usable", lambda: usable)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: usable)
     on_gpu = recipes.load(name, ["--bf16", "false"])
     assert on_gpu.training.use_vllm is on_gpu.settings["use_vllm"] is usable
@@ -174,7 +174,7 @@ def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(mon
     assert without.note is not None and "at most 32 completions at a time" in without.note
     assert "\n" not in without.note
     for installed in (False, True):  # for CPUs
-        monkeypatch.setattr(recipes, "find_spec", lambda _, found=installed: found or None)
+        monkeypatch.setattr(recipes.recipe, "find_spec", lambda _, found=installed: found or None)
         for flag in (["--use_vllm", "true"], ["--use_vllm=true"], ["--use-vllm", "true"], ["--use_vllm"]):
             if installed:
                 assert recipes.load(name, [*cpu, *flag]).training.use_vllm

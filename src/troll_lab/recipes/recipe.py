@@ -1,0 +1,253 @@
+"""A recipe with a command's overrides: parsed, checked against the machine, saved, and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import ModelConfig
+
+from troll.files import flat, json_text, write_atomically
+from troll.trl.surrogates import SURROGATES
+from troll_lab import plugins
+from troll_lab.evaluation.vllm import vllm_is_usable
+from troll_lab.recipes.command_line import Overrides, split
+from troll_lab.recipes.fields import (
+    OWN_FIELDS,
+    PLUGINS,
+    ROLLOUT_LENGTH,
+    RecipeError,
+    default,
+    dictionary,
+    field_of,
+    parse,
+)
+from troll_lab.recipes.files import FOLDER, find, left_by, load_plugins, name_of, read
+from troll_lab.tasks import TaskConfig
+from troll_lab.terminal import first_sentence
+from troll_lab.trl import LabConfig
+from troll_lab.values import yaml_text
+
+
+@dataclass
+class Recipe:
+    """A recipe with its overrides, parsed.
+
+    Attributes:
+        given: The name or path that the user gave.
+        name: The name from `name_of`.
+        settings: The fields that the recipe and the command line set, in the form that `save` writes.
+        task: The data set, its prompts and its rewards.
+        training: The trainer's configuration.
+        model: The model to train, and whether by LoRA.
+        note: Lines for the user about what this machine lacks for the recipe; None if it lacks nothing.
+    """
+
+    given: str
+    name: str
+    settings: dict[str, Any]
+    task: TaskConfig
+    training: LabConfig
+    model: ModelConfig
+    note: str | None = None
+
+
+def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = None) -> Recipe:
+    """Reads a recipe and applies `--field value` pairs on top.
+
+    Args:
+        name_or_path: The recipe's name, or the path of its file.
+        overrides: The pairs, as on the command line.
+        vllm: Whether vLLM can run where the recipe will be used; by default, whether it can on this machine.
+
+    Returns:
+        The recipe, with `use_vllm` off where vLLM cannot run.
+
+    Raises:
+        RecipeError: If the recipe or a field is unknown, a value does not fit its field, the overrides do not pick one
+            point of a grid, or they ask for vLLM where it is not installed.
+    """
+    path = find(name_or_path)
+    below, grid = read(name_or_path)
+    above = split(overrides)
+    loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
+    settings = _combined(below, above)
+    here = vllm is None
+    if here:
+        _refuse_half_precision(path, settings, above)
+    task, training, model = parse(settings, above.words)
+    _check_surrogate(path, training, loaded)
+    _refuse_open_grid(name_or_path, grid, training, above)
+    notes = [
+        _fit_to_rollouts(path, training, settings, above),
+        _slow_here(path, training) if here else None,
+        _without_vllm(training, above, vllm_is_usable() and not training.use_cpu if here else bool(vllm)),
+    ]
+    resolved = _resolved(task, training, model, settings, above)
+    if loaded:
+        resolved[PLUGINS] = loaded
+    note = "\n".join(filter(None, notes)) or None
+    return Recipe(name_or_path, name_of(path), resolved, task, training, model, note)
+
+
+def _combined(below: dict[str, Any], above: Overrides) -> dict[str, Any]:
+    """What a recipe sets and a command leaves, with the settings inside dictionaries that the command gives."""
+    settings = left_by(above.given, below, above.given.get("surrogate"))
+    for name, value in above.inner.items():
+        field = field_of(name)
+        held = settings.get(field) or {}
+        settings[field] = {
+            **(dictionary(field, held) if isinstance(held, str) else held),
+            name.partition(".")[2]: value,
+        }
+    return settings
+
+
+def _refuse_half_precision(path: Path, settings: Mapping[str, Any], above: Overrides) -> None:
+    """Refuses a recipe for a GPU, which computes in 16 bits, where there is none and nobody asked for the CPU."""
+    if torch.accelerator.is_available() or "use_cpu" in above.fields or settings.get("use_cpu"):
+        return
+    for name in ("bf16", "fp16"):
+        if settings.get(name) is True and name not in above.fields:
+            raise RecipeError(
+                f"{name_of(path)} is for a GPU ({name}: true), and torch finds none here; to train on the CPU all the "
+                f"same, slowly, add --use_cpu --{name} false (recipes for a CPU: quickstart, open-text, smollm2-sums)"
+            )
+
+
+def _check_surrogate(path: Path, training: LabConfig, loaded: Collection[str]) -> None:
+    plugin = plugins.plugin_of(training.surrogate)
+    if plugin is not None and plugin not in loaded:  # of another recipe, and the run's own process will not know it
+        raise RecipeError(f"{path}: surrogate {training.surrogate!r} is of {plugin}: name that in `plugins`")
+
+
+def _refuse_open_grid(given: str, grid: Mapping[str, list[Any]], training: LabConfig, above: Overrides) -> None:
+    """Refuses a grid of which the command does not pick one point."""
+    # A grid over the own settings of another surrogate is not open: this surrogate does not read them.
+    unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
+    picked = above.fields | above.inner.keys() | {name for name in unread if field_of(name) == "surrogate_kwargs"}
+    if open_axes := [name for name in grid if name not in picked]:
+        raise RecipeError(
+            f"{name_of(find(given))} is a grid over {', '.join(open_axes)}: run it with troll compare {given}, or give "
+            f"each one value, as in --{open_axes[0]} {grid[open_axes[0]][0]}"
+        )
+
+
+def _fit_to_rollouts(path: Path, training: LabConfig, settings: Collection[str], above: Overrides) -> str | None:
+    """Rounds the steps between checkpoints and between logs up to whole rollouts, if the user has not set them.
+
+    A run resumes exactly from the end of a rollout only. Defaults are rounded, and the values of recipes of this
+    package, which do not know the length of a rollout that a command sets.
+
+    Returns:
+        A line for the user about logs without a reward; None if every log has one.
+    """
+    updates = training.rollout_steps // math.gcd(training.rollout_steps, training.gradient_accumulation_steps)
+    for name in ("save_steps", "logging_steps"):
+        steps = getattr(training, name)
+        users = name in above.given or (name in settings and path.parent != FOLDER)
+        if not users and steps >= 1:  # below, it is a fraction of the run
+            setattr(training, name, math.ceil(steps / updates) * updates)
+    steps = training.logging_steps
+    if training.logging_strategy != "steps" or not 1 <= steps < updates:
+        return None
+    return (
+        f"logging_steps {steps:g}: TRL logs the reward of a rollout once, in the first log after it was sampled, "
+        f"so the others of its {updates} updates have none; with logging_steps {updates}, each log has one"
+    )
+
+
+def _slow_here(path: Path, training: LabConfig) -> str | None:
+    about = first_sentence(path.read_text())
+    if torch.accelerator.is_available() or training.use_cpu or "GPU" not in about:
+        return None
+    return f"{name_of(path)} is for a GPU, and torch finds none here: expect it to be slow ({about})"
+
+
+def _without_vllm(training: LabConfig, above: Overrides, usable: bool) -> str | None:
+    """Turns `use_vllm` off where vLLM cannot run, unless the command asks for it.
+
+    Raises:
+        RecipeError: If the command asks for it, and it is not installed.
+    """
+    if not training.use_vllm or usable:
+        return None
+    if "use_vllm" in above.fields:
+        if find_spec("vllm") is None:  # its build for CPUs would do
+            raise RecipeError("--use_vllm: vLLM is not installed here: install it, or leave the flag out")
+        return None
+    training.use_vllm = False
+    chunk = training.generation_chunk_size or training.generation_batch_size
+    return (
+        "use_vllm: vLLM is not installed here, or has no GPU, so transformers generates, at most "
+        f"{chunk} completions at a time"
+    )
+
+
+def _resolved(
+    task: TaskConfig, training: LabConfig, model: ModelConfig, settings: Mapping[str, Any], above: Overrides
+) -> dict[str, Any]:
+    """The fields that the recipe or the command set, and all of ours, with their values."""
+    chosen = above.fields | set(settings)
+    own = {field.name for field in fields(TaskConfig)} | OWN_FIELDS
+    if ROLLOUT_LENGTH & chosen:
+        own -= ROLLOUT_LENGTH  # what is derived would contradict a later change
+    values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
+    # The checkpoint that a run was resumed from is not one of its settings.
+    names_set = sorted((chosen | own) - {"resume_from_checkpoint"})
+    return {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
+
+
+def save(recipe: Recipe, path: Path) -> None:
+    """Writes the resolved settings as a recipe that `load` reads back."""
+    lines = yaml_text(plain(recipe))
+    comment = f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n"
+    write_atomically(path, comment + lines)
+
+
+def plain(recipe: Recipe) -> dict[str, Any]:
+    """The resolved settings, as values that YAML and JSON can hold."""
+    return {name: _plain(value) for name, value in recipe.settings.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if hasattr(value, "to_dict"):  # accelerate's configuration
+        return value.to_dict()
+    return value.value if isinstance(value, Enum) else value
+
+
+def differences(
+    recorded: Mapping[str, Any], settings: Mapping[str, Any], ignored: Callable[[str], bool] = lambda name: False
+) -> list[str]:
+    """The differences of two sets of settings; a field that one of them leaves out has its default there.
+
+    Args:
+        recorded: The settings that a file held.
+        settings: The settings from `plain`.
+        ignored: Whether differences in a field, given by its name, do not count.
+
+    Returns:
+        A phrase for each differing field, by name, such as "kl_bound is 0.05 there and 0.1 here".
+    """
+    # As JSON gives them back: with lists for tuples, and the word for an infinite bound.
+    recorded, settings = (flat(json.loads(json_text(values))) for values in (recorded, settings))
+    phrases = []
+    for name in sorted({*recorded, *settings}):
+        there, here = (values[name] if name in values else default(name) for values in (recorded, settings))
+        if there != here and not ignored(name):
+            phrases.append(f"{name} is {as_argument(there)} there and {as_argument(here)} here")
+    return phrases
+
+
+def as_argument(value: Any) -> str:
+    """A YAML value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
