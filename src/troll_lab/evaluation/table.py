@@ -61,13 +61,13 @@ def _cell(result: Mapping[str, Any], name: str) -> str:
 
 
 class CompletionProgress:
-    """A progress bar with the success so far; on anything but a terminal, a line after every tenth of the task.
+    """A progress bar with the success so far; outside a terminal, a line after every tenth of the task.
 
     Args:
         console: The console to show it on.
         name: The name of the task.
         total: The number of all completions.
-        records: The records that exist already.
+        records: The records from an earlier command.
     """
 
     def __init__(self, console: Console, name: str, total: int, records: Sequence[Record]) -> None:

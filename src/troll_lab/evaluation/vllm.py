@@ -54,7 +54,7 @@ class VllmGenerator:
         source: The model. An adapter is applied to its base by vLLM.
         sampling: The sampling settings.
         dtype: The dtype for `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
-        context: The number of tokens of the longest prompt with its completion, for which vLLM keeps memory.
+        context: The number of tokens of the longest prompt with its completion; vLLM reserves memory for it.
 
     Raises:
         EvaluationError: If vLLM does not take adapters of this rank.

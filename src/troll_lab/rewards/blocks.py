@@ -135,7 +135,7 @@ def _names_of(item: str) -> list[str]:
 
 
 def _acts(item: str) -> bool:
-    """Whether a statement does more than to prepare, to define, to import, or to name a function or a constant."""
+    """Whether a statement does more than prepare, define, import, or name a function or a constant."""
     if assigned := _ASSIGNED.match(item):
         return not _MAKERS.issuperset(_NAME.findall(_ASIDE.sub("", assigned[2]).partition("lambda")[0]))
     prepares = ("sys.setrecursionlimit(", "threading.stack_size(", "from ", "import ", '"""', "'''", "#")

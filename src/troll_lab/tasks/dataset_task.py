@@ -148,7 +148,7 @@ class PromptStyle:
     instruction: str
 
     def fill(self, template: str, question: str) -> str:
-        """Returns a template with its placeholders filled. All other braces stay, since mathematics has many."""
+        """Returns a template with its placeholders filled. All other braces stay, since mathematics uses them."""
         values = {"question": question, "instruction": self.instruction}
         return _PLACEHOLDER.sub(lambda found: values[found[1]], template)
 

@@ -221,7 +221,7 @@ def is_file(task: str) -> bool:
 
 
 def least_train_size(task: str) -> int | None:
-    """The `train_size` for a task that is only evaluated, so that no training rows are read or generated for nothing.
+    """The `train_size` for a task that is only evaluated, so that no training rows are read or generated needlessly.
 
     None for a file, which is loaded as for training, since its held-out rows may depend on the size.
     """
