@@ -1,4 +1,4 @@
-"""Ten surrogates of other papers and codes, and a KL penalty with a bounded ratio.
+"""Ten surrogates from other papers and libraries, and a KL penalty with a bounded ratio.
 
 They are registered when this file is imported, as a user's own are. Most of them drop tokens: the ratio stays raw, and
 a dropped token has no policy term, but still counts in the normalisation of the loss. docs/surrogates.md has the

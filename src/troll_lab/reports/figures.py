@@ -35,7 +35,7 @@ COLOURS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _DASHES = ("-", (0, (5, 2.5)), (0, (1.5, 1.5)), (0, (6, 4, 1.5, 4)), (0, (3, 3)), (0, (1, 3)))
 _LEGEND_STYLES = ("solid", "dashed", "dotted", "dashed", "dashed", "dotted")
 
-#: The style of every figure. The style "default", which comes first, undoes all that a user's matplotlibrc changes.
+#: The style of every figure. The style "default", which comes first, undoes every change of a user's matplotlibrc.
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.5,

@@ -91,7 +91,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def _headline(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template's headline names: successes or rewards, the effort, and intervals of the successes."""
+    """The values in the template's headline: successes or rewards, the effort, and intervals of the successes."""
     success = {when: number(summary.get(f"success_{when}"), SHARE) for when in ("before", "after")}
     rewards = [number(summary.get(f"reward_{when}")) for when in ("before", "after")]
     shown_rewards = ["not measured" if reward is None else f"{reward:.3g}" for reward in rewards]

@@ -56,7 +56,7 @@ def cores(root: Path) -> int:
 
 
 def memory_limit(root: Path) -> int | None:
-    """The bytes of memory that this process may use: the machine's, or its control group's if lower; None if unknown."""
+    """The bytes of memory that this process may use: the machine's, or less by its control group; None if unknown."""
     limits = [*_group_files(root, "", "memory.max"), *_group_files(root, "memory", "memory.limit_in_bytes")]
     found = [int(text) for text in limits if text != "max"]
     with contextlib.suppress(OSError):

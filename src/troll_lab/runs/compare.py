@@ -29,7 +29,7 @@ from troll_lab.runs.slots import Slot, environments, gpus
 from troll_lab.terminal import say
 from troll_lab.trl.checkpoints import newest_complete
 
-#: The lock that a comparison and its runs hold as long as any of them lives.
+#: The lock that a comparison and its runs hold until the last of them ends.
 LOCK = "compare.lock"
 _POLL_SECONDS = 0.25
 _LOG_LINES = 5

@@ -28,7 +28,7 @@ from troll_lab.trl.seam import evaluation_order
 
 
 class RunResult:
-    """Writes the files at the end of a run, also if it fails or is interrupted.
+    """Writes the files at the end of a run, even if it fails or is interrupted.
 
     The time of the run starts when this object is made. The commit is read then too, since the checkout may change
     during the run.

@@ -42,7 +42,7 @@ SHOWN = (
 
 
 def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
-    """Trains by the recipe of a name or path, with the fields that follow it on the command line.
+    """Trains by a recipe, given by name or path, with the fields that follow it on the command line.
 
     Returns:
         The exit code.
