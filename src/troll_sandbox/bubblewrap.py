@@ -25,7 +25,7 @@ from troll_sandbox.system import NEED_LIBRARIES, system
 #: If this process is root, programs run as this user outside too, since the kernel does not count the threads of root.
 NOBODY = 65534
 
-ALLOW = "see docs/sandbox.md for what to allow, on Ubuntu and in containers above all"
+ALLOW = "see docs/sandbox.md for what to allow, especially on Ubuntu and in containers"
 
 
 class Bubblewrap(Launcher):

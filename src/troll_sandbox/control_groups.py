@@ -61,7 +61,7 @@ class MemoryGroup:
         return self._write("cgroup.procs", pid)
 
     def is_exceeded(self) -> bool:
-        """Whether the kernel has killed a process for the bound since the last one was added."""
+        """Whether the kernel has killed a process because of the bound since the last one was added."""
         return self._all_kills() > self._kills
 
     def is_emptied(self) -> bool:
@@ -83,7 +83,7 @@ class MemoryGroup:
 
     def _write(self, name: str, value: int) -> bool:
         try:
-            with open(self.path / name, "r+b", buffering=0) as file:  # this mode makes no new file
+            with open(self.path / name, "r+b", buffering=0) as file:  # this mode does not create a file
                 file.write(str(value).encode())
         except OSError:
             return False

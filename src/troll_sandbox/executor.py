@@ -24,7 +24,7 @@ from troll_sandbox.limits import NOT_RUN, TIME_LIMIT, Limits, Outcome
 #: Seconds before the first retry. Each further retry waits twice as long, up to the longest pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0
 
-#: A program that is killed this many times counts as the cause: it may take all memory of the machine.
+#: A program that is killed this many times counts as the cause: it may be using all of the machine's memory.
 KILLS = 4
 
 #: After this many programs in a row that could not be tested, the waiting ones are not tried.

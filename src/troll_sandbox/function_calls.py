@@ -41,7 +41,7 @@ ENDED = "exited before the tests ended"
 #: The greeting that a sandbox reports before it runs the program.
 READY = b"+"
 
-#: Bound on the length of one outcome; the judge cuts reasons below it.
+#: Bound on the length of one outcome; the judge shortens reasons to fit.
 _MOST_BYTES = 4096
 
 
@@ -132,7 +132,7 @@ def run_functions(
         stop_at_failure: Whether the tests after the first failing one are left out; their reason is "not run".
 
     Returns:
-        An outcome per test. Tests that were not reached have the reason for which the program ended.
+        An outcome per test. Tests that were not reached have the reason why the program ended.
 
     Raises:
         JudgeEndedError: The judge is gone.

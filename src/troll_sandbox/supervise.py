@@ -22,7 +22,7 @@ from troll_sandbox.limits import Limits
 #: A program that uses less than this share of one CPU, and is not waiting for a CPU, is idle.
 IDLE_SHARE = 0.1
 
-#: A program that uses less than this share of one CPU, although it could use more, is kept from it by others.
+#: A program that uses less than this share of one CPU, although it could use more, is held up by other processes.
 STARVED_SHARE = 0.5
 
 #: A program that gets too little CPU time may last for this many wall budgets.

@@ -199,7 +199,7 @@ def test_fusion_calls_functions(sandbox, program, tests, wanted):
         ("while True: pass", "time limit"),
         ("raise MemoryError", "memory limit"),
         ("print('{\"mark\": 1}')", "raised NameError"),
-        ("x = '\ud800'", "the program is no text"),
+        ("x = '\ud800'", "the program is not text"),
     ],
 )
 def test_fusion_reports_why_a_program_fails(sandbox, program, reason):
