@@ -104,7 +104,7 @@ def accept_requests(model: nn.Module) -> None:
             `torch.compile`.
 
     Raises:
-        ValueError: If it is no such model, or has no head.
+        ValueError: If it is not such a model, or has no head.
     """
     base: Any = causal_lm(model)
     if hasattr(base.forward, _TAKES_REQUESTS):
@@ -245,8 +245,8 @@ def _check_against_logits(
 
     Returns:
         False if the comparison has to be repeated later: a model that bypasses its backbone cannot be compared while it
-        has dropout, since no two passes agree. True if it was made, or can never be made because a host has replaced
-        the forward of the model's class by one without logits, as verl's fused kernels do.
+        has dropout, since no two passes agree. True if it was made, or never can be: some hosts replace the forward of
+        the model's class by one without logits, as verl's fused kernels do.
 
     Raises:
         RuntimeError: If they differ: the model changes its logits in a way that is not in its configuration.
@@ -289,7 +289,7 @@ def _check_against_logits(
     if not bool((difference <= roundings * largest) & (finite == own.isfinite()).all()):
         raise RuntimeError(
             f"the logits of {type(model).__name__} are not those of its head: they differ by {float(difference):.2g}, "
-            f"and {int((~finite).sum())} are -inf. It does something to them that its configuration does not say; read "
+            f"and {int((~finite).sum())} are -inf. It changes them in a way that its configuration does not say; read "
             "its logits with troll.capture and troll.trust_region_step instead"
         )
     return True

@@ -56,7 +56,7 @@ def capture(
         all the mass.
 
     Raises:
-        ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
+        ValueError: If shapes do not fit, or the head cannot be read (it is quantised, offloaded, or has LoRA).
         RuntimeError: If the model's logits are not those of its head.
     """
     warn_about_dropout(model)
@@ -121,8 +121,8 @@ def trust_region_step(
         part of it; 0 where that is false.
 
     Raises:
-        ValueError: On shapes that do not fit, another temperature than that of the capture, (on a CPU) an old policy of
-            other labels, an unknown name, or a head that cannot be read.
+        ValueError: If shapes do not fit, the temperature is not that of the capture, (on a CPU) the old policy is of
+            other labels, a name is unknown, or the head cannot be read.
         RuntimeError: If the model's logits are not those of its head, or something rounds its outputs.
     """
     warn_about_dropout(model)

@@ -91,8 +91,8 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     for index, (record, (layout, positions, slots, *_)) in enumerate(zip(records, headers, strict=True)):
         if layout != _FORMAT:
             raise ValueError(
-                f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is no "
-                "record of old policies, or of another version"
+                f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is "
+                "not a record of old policies, or is of another version"
             )
         words = HEADER + 3 * positions + 2 * slots
         if record.numel() != words:

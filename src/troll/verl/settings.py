@@ -118,8 +118,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         """Refuses settings with which the rollout would draw from another policy than the old one."""
         if not self.rollout_temperature >= LOWEST_TEMPERATURE:
             raise ValueError(
-                f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, below which vLLM does not sample at "
-                f"it, got {self.rollout_temperature}"
+                f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, the lowest that vLLM samples "
+                f"at, got {self.rollout_temperature}"
             )
         if self.rollout_repetition_penalty != 1:
             raise ValueError(
@@ -236,7 +236,7 @@ class TrollFSDPActorConfig(_TrollActor, FSDPActorConfig):
     """verl's FSDP actor, with the engine that captures and projects; `actor_rollout_ref.actor`.
 
     Raises:
-        ValueError: If there are no logits to project with these settings; says what to set instead.
+        ValueError: If these settings leave no logits to project; says what to set instead.
     """
 
     strategies = ("fsdp", "fsdp2")
@@ -247,7 +247,7 @@ class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
     """verl's Megatron actor, with the engine that captures and projects; `actor_rollout_ref.actor`.
 
     Raises:
-        ValueError: If there are no logits to project with these settings; says what to set instead.
+        ValueError: If these settings leave no logits to project; says what to set instead.
     """
 
     strategies = ("megatron",)

@@ -144,7 +144,7 @@ class Truncation:
         slots = max(1, int(used.reshape(-1, policy.top_k).any(0).sum()))
         token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
         cut = torch.cat([policy.log_probs.masked_fill(kept, -torch.inf), policy.tail_log_prob.unsqueeze(-1)], -1)
-        # Rows that are no distribution stay NaN.
+        # Invalid rows stay NaN.
         log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
         restricted = dataclasses.replace(
             policy,
