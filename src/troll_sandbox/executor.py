@@ -159,7 +159,7 @@ class _Trial:
     """A program and the results of its attempts so far.
 
     Attributes:
-        ended: Outcomes of the first tests; all of them once there is no error.
+        ended: Outcomes of the first tests; of all tests once `error` is None.
         error: Why the last attempt failed.
         kills: The number of attempts that were killed.
     """
@@ -215,7 +215,7 @@ class _Crew:
         """Queues an attempt, cancelled once this is closed.
 
         Raises:
-            SandboxError: There is no thread and none can be started.
+            SandboxError: No thread runs, and none can be started.
         """
         future = Future[None]()
         with self._lock:

@@ -117,8 +117,8 @@ def run_functions(
 ) -> list[Outcome]:
     """Runs a program once, in a fresh sandbox, and tests its functions.
 
-    With `tests.plain` there is no judge: the tests run in the program's process, in its sandbox. Everything works there
-    as in one file: tests can look at printed text, inherit from the program's classes and use its comparisons. In
+    With `tests.plain`, the tests run without a judge, in the program's process and sandbox. Everything works there as
+    in one file: tests can look at printed text, inherit from the program's classes and use its comparisons. In
     exchange, the program can find the expected values, return objects that equal everything, change the modules that
     the tests use, or report outcomes itself. Use it only for data sets whose tests need it.
 
@@ -212,7 +212,7 @@ def _follow(
     """Reads the outcomes of a program, ends its sandbox, and finds out why tests are missing.
 
     The first process is the program's sandbox, the second its judge, if there is one. The report starts with the
-    greeting, and each outcome is a line after the mark; raises `SandboxError` if there is no greeting.
+    greeting, and each outcome is a line after the mark; raises `SandboxError` if the greeting is missing.
     """
     process, judged = processes[0], len(processes) > 1
     watch = Watch(processes, limits)
@@ -224,7 +224,7 @@ def _follow(
     outcomes = [outcome for outcome in found if outcome is not None]
     failed = bool(outcomes) and not outcomes[-1].passed
     ended = failed and outcomes[-1].reason == ENDED
-    silent = len(outcomes) < count and not (judged and failed)  # no outcome says why there are no more
+    silent = len(outcomes) < count and not (judged and failed)  # no outcome says why others are missing
     if kind is None and silent and judged:
         # The judge's child for this program is gone. It reports why, unless it was killed, or is in a long call of C.
         killed = watch.others_seconds <= limits.cpu_seconds

@@ -73,7 +73,7 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
         The policy, (N,): the positions of all records one after another.
 
     Raises:
-        ValueError: If there are no records, one of them is cut short, of another layout or not a record, or they are on
+        ValueError: If `records` is empty, one of them is cut short, of another layout or not a record, or they are on
             several devices or were captured differently.
     """
     if not records:

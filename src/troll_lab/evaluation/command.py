@@ -25,7 +25,7 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
     of the chat template. The command overrides single options and variables; null removes one.
 
     Raises:
-        EvaluationError: If there is no task, options do not fit each other, or a value is out of its range.
+        EvaluationError: If a task is missing, options do not fit each other, or a value is out of its range.
         troll_lab.tasks.TaskError: If options that are JSON objects are something else, or `eval_size` is below one.
     """
     names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])

@@ -65,7 +65,7 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
         trust_remote_code: Whether the model's own code may run.
 
     Raises:
-        EvaluationError: If there is no such model, or a revision is given for a folder.
+        EvaluationError: If the model does not exist, or a revision is given for a folder.
     """
     folder = Path(name_or_path).expanduser()
     if revision is not None and folder.is_dir():

@@ -171,7 +171,7 @@ def _note(chart: Chart, rows: Rows) -> str:
     for key, label in chart.lines.items():
         if key.startswith(CONDITIONING):
             both = pd.concat([metric(rows, key), metric(rows, GRADIENT_NORM)], axis=1, join="inner")
-            if len(both) > 2 and all(changes(both[column]) for column in both):  # else there is no correlation
+            if len(both) > 2 and all(changes(both[column]) for column in both):  # else nothing can correlate
                 correlation = both.corr(method="spearman").iloc[0, 1]
                 shown = f"{correlation:+.2f}".replace("-", "−")
                 notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")

@@ -110,9 +110,9 @@ class CodeGrader(Grader):
 
         Args:
             completions: B texts, as the model wrote them. The program is a fenced block of Python, with the definitions
-                that it needs from other blocks, or the whole text if there is no block.
+                that it needs from other blocks, or the whole text if it has no blocks.
             tests: B texts in a form of [parse_tests][troll_lab.rewards.parse_tests].
-            prefix: B texts that a completion may continue instead of repeating; None or empty if there is none.
+            prefix: B texts that a completion may continue instead of repeating; None or empty for none.
             **columns: Unused; the data set's other columns.
 
         Returns:

@@ -50,7 +50,7 @@ def plain_difference(estimate: SeedMean, measure: Measure) -> str:
 
 
 def is_constant(estimate: SeedMean) -> bool:
-    """Whether several seeds have the same value, so that there is no interval."""
+    """Whether several seeds have the same value, which leaves no interval."""
     return estimate.spread is not None and estimate.spread < _ROUNDING
 
 

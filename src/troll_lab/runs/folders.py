@@ -117,7 +117,7 @@ def claim(
 
 
 def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """The settings of the recorded runs by name; empty if there is no manifest yet."""
+    """The settings of the recorded runs by name; empty before the manifest is written."""
     manifest = folder / MANIFEST
     try:
         recorded: Any = read_json(manifest).get("runs") if manifest.is_file() else {}

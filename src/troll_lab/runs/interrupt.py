@@ -37,7 +37,7 @@ class StopAfterRollout(TrainerCallback):
     def listening(self) -> Iterator[None]:
         """Takes the first Ctrl-C within the context; the second raises KeyboardInterrupt, as without it.
 
-        Does nothing outside the main thread, which alone gets signals, or if SIGINT has another handler already.
+        Does nothing outside the main thread, the only one to get signals, or if SIGINT has another handler already.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -188,7 +188,7 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     except ImportError as error:
         say(console, f"no report: {error}")
     if summary["status"] != "finished":
-        how = "there is no complete checkpoint yet to resume from"
+        how = "it has no complete checkpoint yet to resume from"
         if newest_complete(folder)[0] is not None:
             how = "resume with the same command and --resume_from_checkpoint"
         say(console, f"{summary['status']} at step {summary['steps']}; {how}")

@@ -287,7 +287,7 @@ def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Ca
         *others: Other possible values of the field, for errors.
 
     Raises:
-        TaskError: If there is no such function, or its file or module cannot be imported.
+        TaskError: If the function does not exist, or its file or module cannot be imported.
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():

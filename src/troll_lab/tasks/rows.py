@@ -55,7 +55,7 @@ class Source:
         config: Its configuration, if it has several.
         train: The split to train on; None for a benchmark.
         held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
-        only: A column and the value that rows of the task have in it; ignored if there is no such column.
+        only: A column and the value that rows of the task have in it; ignored where that column is missing.
         held_out_file: A local file with the rows to evaluate on, if another file has those to train on.
     """
 
@@ -255,7 +255,7 @@ class Rows:
         return len(self.numbers)
 
     def values(self, column: str) -> list[Any]:
-        """Returns the values of a column; none if there is no such column."""
+        """Returns the values of a column; none if the column is missing."""
         if column not in self.features:
             return []
         if isinstance(self.records, Dataset):

@@ -44,7 +44,7 @@ class Comparison(Enum):
 
     @property
     def score(self) -> float | None:
-        """1.0 for equal answers, else 0.0; None if the machine failed and there is no verdict."""
+        """1.0 for equal answers, else 0.0; None if the machine failed before a verdict."""
         failed = (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
         return None if self in failed else float(self is Comparison.EQUAL)
 

@@ -99,7 +99,7 @@ def _silence() -> None:
 
 
 def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts: int, in_hand: mmap.mmap) -> NoReturn:
-    """Answers questions until there are no more."""
+    """Answers questions until their pipe ends."""
     import resource
 
     with contextlib.suppress(EOFError, BrokenPipeError):
