@@ -183,7 +183,7 @@ class TRMSettings:
     """The settings of "trm".
 
     Attributes:
-        threshold: δ, the largest estimate (nats) of a token's KL divergence with which its sequence is kept.
+        threshold: δ, the largest estimate (nats) of a token's KL divergence that keeps its sequence.
         estimator: The estimate from the sampled token's ratio r: "k2", (log r)²/2; or "k3", r − 1 − log r.
     """
 

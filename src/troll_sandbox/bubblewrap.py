@@ -124,7 +124,7 @@ class Bubblewrap(Launcher):
         return [*command, "--dir", "/tmp", "--dir", "/input", "--remount-ro", "/", "--chdir", "/"]
 
     def _try(self) -> None:
-        """Finds the strictest isolation with which a sandbox starts on this machine."""
+        """Finds the strictest isolation in which a sandbox starts on this machine."""
         self._as_nobody = False
         if not self.isolated:
             if refusal := self._trial():

@@ -77,7 +77,7 @@ class Judge:
             channel: File descriptor of the channel to the program.
 
         Returns:
-            A pipe from which each outcome can be read as a line of JSON.
+            A pipe that gives each outcome as a line of JSON.
 
         Raises:
             OSError: The judge is gone.

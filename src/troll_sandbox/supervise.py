@@ -41,7 +41,7 @@ class Watch:
 
     Args:
         processes: The sandbox, and those that it waits for, such as its judge: while they work, it is not idle.
-        limits: The limits with which the sandbox was started.
+        limits: The limits of the sandbox.
 
     Attributes:
         before: CPU time of the sandbox until the start or the last restart.

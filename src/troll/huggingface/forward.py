@@ -30,7 +30,7 @@ REQUEST = "troll_reading"
 #: An attribute of a forward that takes requests.
 _TAKES_REQUESTS = "_takes_troll_readings"
 
-#: The roundings by which a model's own logits may differ from the first ones that are read: a model rounds after the
+#: The number of roundings between a model's own logits and the first ones that are read: a model rounds after the
 #: product, after its scale and after each part of a softcap.
 _CHECKED_ROUNDINGS = 4
 
@@ -47,7 +47,7 @@ class ReadingRequest:
             last L of its row.
         length: L, the hidden states of each row that are used.
         reader: Computes the results from the head and the tokens.
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
     """
 
@@ -79,7 +79,7 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
 
     Args:
         model: A model for `accept_requests`, which is called first.
-        request: What to read.
+        request: The tokens to score, and how.
         **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images. Without position ids, they
             follow from the mask.
 

@@ -24,7 +24,7 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
     Args:
         model: A causal language model, inside its forward pass.
         hidden: Its last hidden states, (N, H).
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         in_float32: Whether the product is computed in float32, outside autocast.
 
     Raises:

@@ -211,7 +211,7 @@ def capture_tokens(
     Args:
         model: The model, see [capture][troll.huggingface.capture].
         targets: The next tokens, (B, T), −100 where there is none.
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         top_k: K, at least 1.
         mass_threshold: δ in [0, 1).
         truncation: The sampler's truncation, or None.
@@ -272,7 +272,7 @@ def read_tokens(
         at: The row of each token and its place among the row's last T, (N,) and (N,).
         length: T, the tokens of each row in which the sampled ones are.
         old: The old policy of the N tokens, (N,).
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         entropy: Whether the entropy over the vocabulary is read.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.

@@ -82,7 +82,7 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
 
     Args:
         new_logits: (..., V), the network's logits now.
-        old_logits: (..., V), the logits from which the policy was captured, or their log-probabilities.
+        old_logits: (..., V), the logits that the policy was captured from, or their log-probabilities.
         old: p on its support, at the same positions (...).
 
     Returns:
@@ -279,7 +279,7 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
             [coverage][troll.diagnostics.coverage].
         top_k: K of the capture.
         threshold: The largest mass without a warning, in [0, 1).
-        setting: The name of the setting by which users get a larger K; the warning names it.
+        setting: The name of the setting for a larger K; the warning names it.
 
     Raises:
         ValueError: If the threshold is out of its range.

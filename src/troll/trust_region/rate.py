@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: p, the power of the walk with which the KL grows.
+#: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
 #: The search begins at this part of `learning_rate`, and goes no farther from there than by this factor.
 START, RANGE = 0.01, 1e6
@@ -82,7 +82,7 @@ def mean(values: Sequence[float]) -> float:
 
 @dataclass
 class _State:
-    """What a resumed run continues with, in types that JSON has."""
+    """The state with which a resumed run continues, in JSON's types."""
 
     #: The rate of the last update, before the schedule.
     rate: float

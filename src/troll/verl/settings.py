@@ -115,7 +115,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         return None if kept.keeps_all else kept
 
     def _check_sampling(self) -> None:
-        """Refuses settings with which the rollout would draw from another policy than the old one."""
+        """Refuses settings that would make the rollout draw from another policy than the old one."""
         if not self.rollout_temperature >= LOWEST_TEMPERATURE:
             raise ValueError(
                 f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, the lowest that vLLM samples "
@@ -193,7 +193,7 @@ class _TrollActor:
     ppo_epochs: int
     ppo_mini_batch_size: int
 
-    #: The values of `strategy` for which there is an engine.
+    #: The values of `strategy` that have an engine.
     strategies: tuple[str, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ def task_estimates(
     """Estimates a model's performance on a task from n completions of each of N problems.
 
     Completions that could not be judged are left out. A problem counts with its other completions, and does not count
-    in a pass@k with k above their number. A metric for which no problem has enough completions is missing.
+    in a pass@k with k above their number. If no problem has enough completions for a metric, it is missing.
 
     Args:
         verdicts: For each of N problems, the verdicts of its n completions.

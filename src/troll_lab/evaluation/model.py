@@ -30,7 +30,7 @@ class ModelSource:
 
     Attributes:
         name: The name on the hub, or the folder.
-        path: What is loaded: the name or the folder; for an adapter on the hub, the folder to which it was downloaded.
+        path: What is loaded: the name or the folder; for an adapter on the hub, the folder with its download.
         base: For an adapter, the model that it changes; otherwise the same as `path`.
         adapter_rank: The rank of a LoRA adapter; None for a whole model.
         context: The number of tokens that the model takes at once; None if its configuration does not say.
@@ -51,7 +51,7 @@ class ModelSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments with which transformers loads any part of the model."""
+        """The arguments for transformers to load any part of the model."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 

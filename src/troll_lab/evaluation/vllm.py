@@ -12,7 +12,7 @@ from troll_lab.evaluation.config import EvaluationError
 from troll_lab.evaluation.generate import Generation, Sampling
 from troll_lab.evaluation.model import ModelSource
 
-# The ranks for which vLLM has kernels; a smaller adapter runs with the next larger rank.
+# The ranks that vLLM has kernels for; a smaller adapter runs with the next larger rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _LORA_WEIGHTS = (".lora_A.weight", ".lora_B.weight")

@@ -148,7 +148,7 @@ def format_values(axis: Axis, percent: bool, unit: str = " %", sign: bool = Fals
     Args:
         axis: The axis.
         percent: Whether its values are shares.
-        unit: What follows a share.
+        unit: The text after a share.
         sign: Whether positive values show their sign.
     """
 

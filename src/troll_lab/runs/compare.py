@@ -178,7 +178,7 @@ def _run_all(
 
 
 def _checkpoint(output: Path, console: Console) -> Path | None:
-    """The checkpoint from which a run resumes. Without one, its files are deleted: a run starts in an empty folder."""
+    """The checkpoint to resume a run from. Without one, its files are deleted: a run starts in an empty folder."""
     checkpoint, passed_over = newest_complete(output)
     if checkpoint is None and output.exists():
         reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())

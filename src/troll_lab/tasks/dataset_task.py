@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Kind:
-    """What an option takes.
+    """The kind of value that an option takes.
 
     Attributes:
         words: The end of the sentence "it must be ...".

@@ -1,4 +1,4 @@
-"""Who judges the answers to each data set of reasoning-gym: its own verifier, a comparison of texts, or nobody."""
+"""How answers to each data set of reasoning-gym are judged: by its own verifier, by comparing texts, or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from troll_lab.tasks.registry import TaskError
 
 
 class Judge(Enum):
-    """Who judges the answers to a data set's questions.
+    """How answers to a data set's questions are judged.
 
     `VERIFIER` is the data set's own verifier. It has been shown to give its full score only to right answers, not to
     ignore words, and to finish on any text. `TEXT` compares an answer with the data set's own, where that is the only
@@ -19,7 +19,7 @@ class Judge(Enum):
     TEXT = "text"
 
 
-#: Who judges each data set of reasoning-gym 0.1.25, or the reason why it is refused. A comment says why the text is
+#: How each data set of reasoning-gym 0.1.25 is judged, or the reason why it is refused. A comment says why the text is
 #: compared although the data set has a verifier that does more than this.
 JUDGES: dict[str, Judge | str] = {
     "ab": Judge.TEXT,
@@ -136,10 +136,10 @@ JUDGES: dict[str, Judge | str] = {
 
 
 def judge_of(data_set: str) -> Judge:
-    """Who judges the answers to a data set's questions.
+    """How answers to a data set's questions are judged.
 
     Raises:
-        TaskError: If the data set is refused. So is each that `JUDGES` does not name.
+        TaskError: If the data set is refused, or `JUDGES` does not name it.
     """
     judge = JUDGES.get(data_set, "nobody has checked yet that its verifier rewards only right answers")
     if isinstance(judge, Judge):

@@ -99,7 +99,7 @@ class Task:
     """A data set, its prompts and its reward under one name.
 
     Attributes:
-        name: The name by which the task was loaded.
+        name: The name that the task was loaded by.
         train_dataset: Rows with a column `prompt` and the columns that the rewards read; empty for a benchmark.
         eval_dataset: Held-out rows with the same columns; shares no prompt with `train_dataset`.
         reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. If the task can

@@ -36,7 +36,7 @@ class SparsePolicy:
             log of the mass that the sampler cut from the whole policy; −inf if this mass is not known, too.
         slot: (...) int64, the slot of the sampled token.
         vocab_size: V of the captured source.
-        mass_threshold: δ with which it was captured.
+        mass_threshold: δ of the capture.
         truncated: Whether the slots are a sampler's kept set, outside of which nothing is compared.
         temperature: The sampling temperature of the source that was captured; None if it is not known. A step at
             another one is refused.
@@ -171,7 +171,7 @@ def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
 
     Args:
         policies: Policies of either form.
-        **others: What else must be the same for all, by name: a value for each policy.
+        **others: Other values that must be the same for all, by name: one for each policy.
     """
     if not policies:
         raise ValueError("policies must hold at least one policy, got none")

@@ -1,4 +1,4 @@
-"""Truncated sampling: the part of a policy from which top-k, top-p and min-p let a sampler draw.
+"""Truncated sampling: the part of a policy that top-k, top-p and min-p leave for a sampler to draw from.
 
 A sampler with these settings draws from p restricted to a *kept set* S of tokens and renormalised. The importance ratio
 is then
@@ -159,7 +159,7 @@ class Truncation:
     def exceeds(self, policy: SparsePolicy) -> Tensor:
         """(...) bool, true where the kept set, or the tie at its edge, may need more slots.
 
-        That is so where fewer than two slots are left over: the last one may hold a sampled token that is less likely
+        It may where fewer than two slots are left over: the last one may hold a sampled token that is less likely
         than tokens outside.
         """
         truncation = self

@@ -36,7 +36,7 @@ def capture(
     Args:
         source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
             source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read and contains the
-            sampled tokens. Its tokens that are dropped count with the precision with which they were read.
+            sampled tokens. Its tokens that are dropped count with the precision of their reading.
         token_ids: The sampled tokens, (...), integers in [0, V). On a GPU, where checking would need a host sync, a
             position with an id outside the vocabulary becomes NaN, and the metrics count it as "nonfinite".
         top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.

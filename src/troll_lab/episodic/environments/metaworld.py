@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 #: The option of a reset that makes its episode one of evaluation: the seeds of all of these, all different.
 HELD_OUT = "held_out"
 
-#: The distance by which an action of 1 moves the gripper, in metres.
+#: The distance that an action of 1 moves the gripper, in metres.
 _STEP = 0.01
 
 
