@@ -163,7 +163,7 @@ def run_functions(
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a program: its outcomes, the reason of the tests without one, whether it was killed, its CPU time."""
+    """One run of a program: its outcomes, the reason for missing ones, whether it was killed, and its CPU time."""
 
     outcomes: list[Outcome]
     rest: str

@@ -59,7 +59,7 @@ class Outcome:
 
     Attributes:
         passed: True if the program passed the test.
-        reason: "passed", or the reason of the failure in a few words: "wrong answer", "raised ValueError: ...", "time
+        reason: "passed", or the reason for the failure in a few words: "wrong answer", "raised ValueError: ...", "time
             limit", "memory limit", "output limit", "exit status 3", ... Always `printable`.
         cpu_seconds: CPU time of the test, of all its threads, as the kernel counts it outside the program. Tests by
             calls share a process: each has an equal share of all that it used, its start included. None if it was not

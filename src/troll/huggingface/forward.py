@@ -64,7 +64,8 @@ class ReadingOutput(ModelOutput):
     """The results of a request. Differentiable ones are outputs of the forward, where DDP and FSDP look for them.
 
     Attributes:
-        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`; None as there.
+        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`; None for those
+            that were not requested.
         vocab_size: V, the rows of the head's weight.
         aux_loss: The router's load-balancing loss of a mixture of experts, with `output_router_logits=True`.
     """

@@ -46,7 +46,7 @@ def capture(
         labels: (B, L) as in transformers: the tokens to score, −100 elsewhere.
         attention_mask: (B, L); None for no padding.
         temperature: The sampling temperature, which the policy remembers.
-        top_k: K, the tokens to keep at most, at least 1.
+        top_k: K ≥ 1, the largest number of tokens to keep.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         truncation: The sampler's truncation, or None, as in [capture][troll.capture]; K and δ then have no effect.
         **model_inputs: Further arguments of the model's forward, such as images.
@@ -270,7 +270,7 @@ def read_tokens(
         model: The model, see [capture][troll.huggingface.capture].
         token_ids: The sampled tokens, (N,).
         at: The row of each token and its place among the row's last T, (N,) and (N,).
-        length: T, the tokens of each row in which the sampled ones are.
+        length: T, the last tokens of each row, which include the sampled ones.
         old: The old policy of the N tokens, (N,).
         temperature: The sampling temperature, which divides the logits.
         entropy: Whether the entropy over the vocabulary is read.

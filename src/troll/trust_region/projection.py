@@ -198,7 +198,7 @@ def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, log_probs: Tens
     It needs no host sync: a bound on a GPU that is not above 0 becomes NaN.
 
     Raises:
-        ValueError: If ε ≤ 0 or NaN, or a tensor does not broadcast.
+        ValueError: If ε is NaN or not above 0, or a tensor does not broadcast.
     """
     if isinstance(kl_bound, Tensor):
         bound = kl_bound.detach().to(log_probs)

@@ -36,7 +36,7 @@ from typing import Any
 
 #: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
-#: The search begins at this part of `learning_rate`, and goes no farther from there than by this factor.
+#: The search begins at this part of `learning_rate`, and moves by at most this factor from there.
 START, RANGE = 0.01, 1e6
 #: How much the rate may grow in an update: usually; if the KL at the present rate is below a part of the wanted one;
 #: and if all that is known is a bound of the KL.
@@ -57,7 +57,7 @@ LEAST_KL = 1e-9
 
 
 def wanted_kl(target: float, age: float, last_age: int) -> float:
-    """W(a) in nats, the KL that is wanted of an update whose rollout is `age` updates old."""
+    """W(a) in nats, the wanted KL of an update whose rollout is `age` updates old."""
     return target * math.sqrt(last_age / 7) * (age / last_age) ** EXPONENT
 
 
@@ -172,7 +172,7 @@ class KLTarget:
         return self._state.rate
 
     def wanted(self, age: float) -> float:
-        """The KL in nats that is wanted of an update whose rollout is `age` updates old."""
+        """The wanted KL, in nats, of an update whose rollout is `age` updates old."""
         return wanted_kl(self.kl, age, self.last_age)
 
     def update(

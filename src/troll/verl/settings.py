@@ -42,7 +42,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖
             p̃), at every token.
         regression_weight: α ≥ 0, the weight of the pull.
-        top_k: K, the tokens of the old policy that are kept at most.
+        top_k: K, the largest number of tokens of the old policy to keep.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
             sequence.

@@ -108,6 +108,6 @@ def _supported_rank(rank: int) -> int:
     larger = next((each for each in _LORA_RANKS if each >= rank), None)
     if larger is None:
         raise EvaluationError(
-            f"vLLM takes adapters of rank {_LORA_RANKS[-1]} at most, got {rank}: use --backend transformers"
+            f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, got {rank}: use --backend transformers"
         )
     return larger

@@ -117,7 +117,7 @@ class CodeGrader(Grader):
 
         Returns:
             B verdicts. `score` is 0.0 or 1.0, or with `partial_credit` the share of passed tests; it is None if the
-            program could not be tested. `reason` is the reason of the first failing test.
+            program could not be tested. `reason` is that of the first failing test.
 
         Raises:
             ValueError: If `tests` does not fit; the message names the row.

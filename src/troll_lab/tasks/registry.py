@@ -46,7 +46,7 @@ class TaskConfig:
         reward_model: Name or path of a sequence classifier trained on preferences, whose score is added to the task's
             rewards.
         train_size: Number of training prompts, at least 1. Default: all rows of a data set, 4096 of a generator.
-        eval_size: Number of held-out prompts at most, at least 1; a data set may have fewer. None (in YAML, null) is
+        eval_size: Largest number of held-out prompts, at least 1; a data set may have fewer. None (in YAML, null) is
             all of them, or 256 if the last rows of one file are held out.
         eval_tasks: Other tasks to evaluate on as well, each a name, or `name=path` for local data, e.g.
             `aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and

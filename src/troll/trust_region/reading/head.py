@@ -24,11 +24,11 @@ from .tiles import Support, Tile, Upstream, rows_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Tokens and vocabulary entries of a tile at most. Where one tile has all tokens, its product with the hidden states is
-#: the whole gradient of its rows of the weight: nothing is summed up over tiles.
+#: The most tokens and vocabulary entries of a tile. Where one tile has all tokens, its product with the hidden states
+#: is the whole gradient of its rows of the weight: nothing is summed up over tiles.
 TOKEN_TILE, VOCABULARY_TILE = 32768, 32768
 
-#: Logits of a tile at most, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU.
+#: The most logits of a tile, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU.
 #: Other tiles are a power of two wide, but for the last, since kernels are compiled and tuned for each width.
 TILE_LOGITS = 2**27
 WHOLE_ROWS = {"cpu": 2**25, "gpu": 2**27}

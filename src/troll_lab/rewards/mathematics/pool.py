@@ -32,7 +32,7 @@ _ATTEMPTS = 3
 
 
 class Comparison(Enum):
-    """The result of one comparison; its value is the reason of a verdict, in words."""
+    """The result of one comparison; its value is the reason for a verdict, in words."""
 
     EQUAL = "correct"
     DIFFERENT = "wrong answer"
