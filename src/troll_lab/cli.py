@@ -106,7 +106,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dataset_path", nargs="+", default=[], metavar="PATH", help="local data of the task")
     parser.add_argument("--task_options", nargs="+", default=[], metavar="JSON", help="options of the task")
-    parser.add_argument("--eval_size", type=int, help="the most problems of each task (default: all, or as in the run)")
+    parser.add_argument("--eval_size", type=int, help="problems of each task at most (default: all, or as in the run)")
     parser.add_argument("--samples", type=int, default=1, help="completions of each problem (default: 1)")
     parser.add_argument("--k", type=int, nargs="+", help="each k of pass@k (default: 1 and all samples)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")

@@ -123,7 +123,7 @@ class SandboxFusion:
         except (OSError, http.client.HTTPException) as error:
             cause = str(error) or type(error).__name__
         except (ValueError, KeyError, TypeError) as error:
-            cause = f"an answer that does not come from SandboxFusion ({type(error).__name__}: {error})"
+            cause = f"an answer that is not in SandboxFusion's form ({type(error).__name__}: {error})"
         raise SandboxError(f"the sandbox at {self._url} failed: {cause[:REASON_LENGTH]}")
 
 
