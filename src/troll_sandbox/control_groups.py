@@ -56,7 +56,7 @@ class MemoryGroup:
             self._write(name, bound)
 
     def add(self, pid: int) -> bool:
-        """Moves a process, and what it starts from now on, into the group; returns whether that worked."""
+        """Moves a process, and those that it starts from now on, into the group; returns whether that worked."""
         self._kills = self._all_kills()
         return self._write("cgroup.procs", pid)
 
@@ -93,7 +93,7 @@ class MemoryGroup:
 class MemoryGroups:
     """Control groups, each used by one sandbox after another, since making or removing one slows down all others.
 
-    They are removed when this object is no longer used, or when the process ends.
+    They are removed when this object is garbage-collected, or when the process ends.
 
     Args:
         folder: The folder to make them in.
