@@ -107,7 +107,8 @@ class WarmUp:
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer of 99 ids: every printable ASCII character, the newline, and three special ones.
 
-    These are padding (on the left), end of sequence, and `<|unknown|>` for characters outside ASCII. Decoding an encoded text gives it back exactly.
+    These are padding (on the left), end of sequence, and `<|unknown|>` for characters outside ASCII. Decoding an
+    encoded text gives it back exactly.
     """
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

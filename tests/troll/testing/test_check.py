@@ -160,7 +160,7 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
     "no regression": (Plain(case_as=changed(regression_weight=0.0)), "without advantages", "is left out"),
     "no weight": (Plain(case_as=changed(regression_weight=1.0)), "without advantages", "not multiplied by its weight"),
     "summed regression": (Plain(regression="sum"), "without advantages", "aggregated like .* by its sum"),
-    "mean regression": (Plain(regression="token_mean"), "without advantages", "otherwise .* by its token_mean"),
+    "mean regression": (Plain(regression="token_mean"), "without advantages", "aggregated like .* by its token_mean"),
     "aggregation": (Plain(aggregation="token_mean"), "equal policies", "the aggregation is token_mean"),
     "raw ratio": (Plain(step_as=raw), "a bound that is reached", "taken from raw log-probabilities"),
     "summed micro-batches": (Plain(share=1.0), "two micro-batches", "one by one and then summed"),
