@@ -36,7 +36,7 @@ from typing import Any
 
 #: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
-#: The search begins at this part of `learning_rate`, and moves by at most this factor from there.
+#: The search begins at this part of `learning_rate`, and stays within this factor of it.
 START, RANGE = 0.01, 1e6
 #: How much the rate may grow in an update: usually; if the KL at the present rate is below a part of the wanted one;
 #: and if all that is known is a bound of the KL.

@@ -24,7 +24,7 @@ _PLACEHOLDER = "<image>"
 def load(config: TaskConfig, argument: str = "") -> Task:
     r"""Loads Geometry3K: questions of plane geometry about a diagram, for vision-language models.
 
-    A local file must be parquet, which holds images. Rows have the fields `images`, `problem` and `answer`, and the
+    Local files should be parquet, which holds images. Rows have the fields `images`, `problem` and `answer`, and the
     option `columns` renames them. A training row is dropped only if a held-out row has the same problem *and* the same
     answer: many diagrams share a text such as "Find x."
 

@@ -33,7 +33,7 @@ class SparsePolicy:
         token_ids: (..., K) int64; −1 in unused slots.
         log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
         tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside. Of a truncated policy,
-            log of the mass that the sampler cut from the whole policy; −inf if this mass is not known, too.
+            log of the mass that the sampler cut from the whole policy, or −inf if this mass is unknown.
         slot: (...) int64, the slot of the sampled token.
         vocab_size: V of the captured source.
         mass_threshold: δ of the capture.

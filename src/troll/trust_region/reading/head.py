@@ -51,7 +51,7 @@ class LMHead(LogitsSource):
         weight: The weight of the head, (V, H); a process's slice (V/n, H) with `vocab_group`.
         bias: The bias of the head, (V,), sliced as the weight is; None for none.
         temperature: The sampling temperature, which divides the logits.
-        scale: The model's factor of its logits, above 0.
+        scale: The factor of the model's logits, above 0.
         softcap: The model's final logit softcap, above 0; None for none.
         rows: The rows of (L, H) hidden states to use as token positions, (N,) integers, all different; None for all.
         vocab_group: The processes over which the vocabulary is spread, see [Logits][troll.Logits]. Every process gets
