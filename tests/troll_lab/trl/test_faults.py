@@ -303,7 +303,7 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
         (speak, "no checkpoint of a run with resampling and rewards of tokens"),
-        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is not a checkpoint of a run with rollout_delay"),
     ]
     for settings, message in cases:
         with pytest.raises(FileNotFoundError, match=message):
