@@ -211,7 +211,7 @@ class Hypothesis:
 
     Attributes:
         name: Its name in `docs/study.md`.
-        tests: Its tests; empty before all runs are there, or without a rate above the clip's best one.
+        tests: Its tests; empty before all runs are there, or where there is no rate above the clip's best one.
         corrected: Its largest p-value after Holm's correction, for those that are corrected together.
     """
 

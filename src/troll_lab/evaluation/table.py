@@ -61,7 +61,7 @@ def _cell(result: Mapping[str, Any], name: str) -> str:
 
 
 class CompletionProgress:
-    """A progress bar with the success so far; outside a terminal, a line after every tenth of the task.
+    """A progress bar with the success so far; on anything but a terminal, a line after every tenth of the task.
 
     Args:
         console: The console to show it on.

@@ -10,7 +10,7 @@ A setting in a field with a dictionary is `field.name` on the command line and i
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
 
 Values are read as YAML 1.2 reads them, in recipes and on the command line: `1e-5`, `.5` and `+1e-3` are numbers, `no`
-is a text, and a dictionary may be written `{top_p: .9}` or as JSON. A key that occurs twice is an error.
+is a text, and a dictionary may be written `{top_p: .9}` or as JSON. A key that is there twice is an error.
 
 `use_vllm: true` in a recipe applies where vLLM is installed and there is a GPU. Elsewhere transformers generates,
 `generation_chunk_size` completions at a time; the command says so, and the run's settings have `use_vllm: false`. With
@@ -299,8 +299,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
 
     plugin = plugins.plugin_of(training.surrogate)
-    if plugin is not None and plugin not in loaded:  # loaded by another recipe: the run's own process will not know it
-        raise RecipeError(f"{path}: surrogate {training.surrogate!r} comes from {plugin}: add that to `plugins`")
+    if plugin is not None and plugin not in loaded:  # of another recipe, and the run's own process will not know it
+        raise RecipeError(f"{path}: surrogate {training.surrogate!r} is of {plugin}: name that in `plugins`")
 
     # A grid over the own settings of another surrogate is not open: this surrogate does not read them.
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}

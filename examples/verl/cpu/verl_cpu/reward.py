@@ -20,8 +20,8 @@ def compute_score(
         data_source: The task, `reasoning_gym:<data set>`.
         solution_str: The completion.
         ground_truth: Unused; part of the signature.
-        extra_info: Its `entry` is the data set's entry, as JSON.
-        **kwargs: Unused; further arguments that verl may pass.
+        extra_info: Its `entry` is what the data set generated, as JSON.
+        **kwargs: Unused; what else verl may pass.
     """
     verifier = _verifier(data_source.partition(":")[2])
     success = float(is_correct(verifier, solution_str.strip(), Question("", json.loads(extra_info["entry"]))))
