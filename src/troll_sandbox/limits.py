@@ -19,7 +19,7 @@ class Limits:
         cpu_seconds: CPU time of all threads. Verdicts depend on this limit, and not on how busy the machine is. It is
             exact, but an endless program is killed up to half a second later.
         wall_seconds: Wall time of all tests of a program, without the time it waits for a busy CPU.
-        idle_seconds: How long a program may sleep or wait, also for a disk, while it uses less than 10 % of a CPU.
+        idle_seconds: How long a program may sleep or wait, even for a disk, while it uses less than 10 % of a CPU.
             Waiting for a busy CPU is not idling.
         memory_bytes: Address space, so reserved memory counts too. Thread stacks count only as far as they are used.
             At least 64 MiB.

@@ -185,8 +185,8 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON file, which stand one after another, or in a list.
 
     `datasets` has a reader too, but it changes answers: numbers of a column with one fraction become 64-bit floats, and
-    texts such as "2024-05-01" points in time. Here a number is an int, or a float if that is what is written, to the
-    last digit; otherwise a Decimal.
+    texts such as "2024-05-01" points in time. Here a number is an int, a float if that keeps every digit, or else a
+    Decimal.
 
     Raises:
         ValueError: If the file holds anything else.
