@@ -247,7 +247,7 @@ def _follow(
         cause = outcomes[-1].reason
     if ended or (kind == "cpu" and len(outcomes) == count):
         outcomes[-1] = Outcome(False, cause)
-    # The start-up time counts for every program, also for one that was still running, so that no way to end is cheaper.
+    # The start-up time counts for every program, even for one that was still running, so that no way to end is cheaper.
     seconds = max(ended_seconds, watch.before + watch.cpu_seconds)
     return _Run(outcomes, cause, killed, seconds if process.exact and LISTS_CHILDREN else None)
 
