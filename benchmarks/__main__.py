@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the tables show medians and ranges")
-    parser.add_argument("--small", action="store_true", help="shapes that only try whether everything runs")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, only to check that everything runs")
     parser.add_argument(
         "--model", nargs="+", help="checkpoints of Hugging Face models, for coverage, engine, step and truncation"
     )

@@ -1,7 +1,7 @@
 """Launches, waits for the device, the longest sort, and bytes a logit, for each way to a policy; no GPU is needed.
 
 Each figure is next to its limit on a GPU with Triton (docs/performance.md); the torch code, which runs on a CPU, has
-none. `counting` defines launches and waits.
+no limits. `counting` defines launches and waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the distributions of a real model ask of K, δ and the tail.
+"""Which K, δ and tail the distributions of a real model need.
 
     python -m benchmarks coverage --model FOLDER [FOLDER ...]
 
 At each temperature the model samples a rollout on sums, on GSM8K's questions and on open text, and is trained on it for
-the updates of a rollout, with rewards by chance. So there are an old policy p and a new one p̃, both known on the whole
-vocabulary. What K + 1 outcomes say of them is compared with that, in float64.
+the updates of a rollout, with random rewards. So the old policy p and the new one p̃ are both known on the whole
+vocabulary. What K + 1 outcomes show is compared with that, in float64.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Rollout:
 
 
 def texts() -> list[str]:
-    """The kinds of text of which there are prompts here; says which are skipped, and why."""
+    """The kinds of text with prompts on this machine; says which are skipped, and why."""
     missing = [] if GSM8K.is_file() else ["GSM8K"]
     for text in missing:
         Console().print(f"skipped: {text} ({GSM8K} is missing)")
@@ -93,7 +93,7 @@ def size(text: str) -> tuple[int, int]:
 
 
 def conversations(text: str, count: int) -> list[list[dict[str, str]]]:
-    """What the model is asked.
+    """The prompts, as conversations.
 
     Args:
         text: A kind of text, of `ROLLOUT`. Sums are asked as the recipe smollm2-sums asks them.
@@ -130,7 +130,7 @@ def sample(
 
 
 def train(model: Any, rollout: Rollout, temperature: float) -> None:
-    """Updates the model on a rollout by TROLL, the advantage of a sequence being 1 or −1 by chance."""
+    """Updates the model on a rollout by TROLL; the advantage of a sequence is 1 or −1 at random."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0)
     inputs = {"attention_mask": rollout.attention, "temperature": temperature}
     old = troll.huggingface.capture(model, rollout.ids, rollout.labels, **inputs)
@@ -149,7 +149,7 @@ def train(model: Any, rollout: Rollout, temperature: float) -> None:
 
 @torch.no_grad()
 def hidden_states(model: Any, rollout: Rollout) -> Tensor:
-    """What the LM head reads at the sampled tokens, (N, width)."""
+    """The input of the LM head at the sampled tokens, (N, width)."""
     scored = rollout.labels[:, 1:] != -100
     positions = (rollout.attention.cumsum(-1) - 1).clamp(min=0)
     read = model.base_model(input_ids=rollout.ids, attention_mask=rollout.attention, position_ids=positions)
@@ -199,7 +199,7 @@ def compare(new: Tensor, old: Tensor, token_ids: Tensor) -> tuple[list[dict[str,
 
 
 def seen_by_buckets(new: Tensor, old: Tensor, tail: Tensor, count: int) -> Tensor:
-    """What of the gap a tail of several outcomes would see: `p̃(T) KL(p̃(·|T) ‖ p(·|T))` over buckets of T, (N,).
+    """The part of the gap that a tail of several outcomes would see: `p̃(T) KL(p̃(·|T) ‖ p(·|T))` over buckets, (N,).
 
     Args:
         new: (N, V), the logits of p̃.

@@ -4,8 +4,8 @@
 
 In an environment with vLLM (`make vllm-setup`). For each dtype an engine samples completions of open text and reports
 the K likeliest tokens' log-probabilities. The trainer reads the same tokens with the same weights, in float32 and in
-bf16 as training computes (autocast). KL(p̃ ‖ p), of which a trust region's first update sees all, is then the two
-programs' difference; in the last row it is the trainer's own rounding. The last table is that of `truncation`, with
+bf16 as training computes (autocast). KL(p̃ ‖ p), which a trust region's first update sees, is then the difference
+between the two programs; in the last row it is the trainer's own rounding. The last table is that of `truncation`, with
 vLLM as the sampler and the kept sets that the trainer finds.
 """
 
@@ -29,7 +29,7 @@ from benchmarks import coverage, measure, truncation
 
 K = 64
 DTYPES = ("float32", "bfloat16")
-#: What a request asks for: nothing, the sampled token's log-probability, vLLM's usual cap, and ours.
+#: Log-probabilities that a request asks for: none, the sampled token's, as many as vLLM's usual cap, and as ours.
 ASKED = (None, 0, 20, K)
 
 
@@ -86,7 +86,7 @@ def main(device: str, repeats: int, models: list[str]) -> list[dict[str, Any]]:
 
 
 def truncated(model: Any, completions: list[Any], kept: troll.Truncation) -> dict[str, float]:
-    """The figures of one sampler, whose completions bring its own log-probabilities of their tokens."""
+    """The figures of one sampler, whose completions come with its own log-probabilities of their tokens."""
     logits = torch.cat(read(model, completions, "float32"))
     ids = torch.tensor([token for _, tokens, _ in completions for token in tokens])
     sampled = torch.tensor([log_prob for *_, log_probs in completions for log_prob in log_probs])

@@ -1,4 +1,4 @@
-"""The picture of docs/gaussian.md: one pair of Gaussians, and what each projection makes of it as the bound grows.
+"""The picture of docs/gaussian.md: one pair of Gaussians, and its projections as the bound grows.
 
 `python -m benchmarks.gaussian_picture` writes it. Each ellipse comes from `troll.gaussian`.
 """

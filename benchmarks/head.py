@@ -83,7 +83,7 @@ def projected_fraction(tokens: int, vocabulary: int, width: int, *, device: str)
 
 def trl_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor, *outputs: str) -> Tensor:
     """TRL's fused head, which gives the log-probabilities first."""
-    from trl.kernels import ChunkedLogProbFunction  # seconds, which the memory of other contenders need not wait for
+    from trl.kernels import ChunkedLogProbFunction  # takes seconds, which other contenders need not wait
 
     log_probs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, token_ids, 1.0, TRL_CHUNK, None, 1.0, outputs)
     return log_probs

@@ -25,7 +25,7 @@ Maker = Callable[..., Contenders]
 
 MEGABYTE = 1 << 20
 
-#: `--small`: whether shapes are so small that they only show whether everything runs.
+#: `--small`: whether shapes are tiny, and only check that everything runs.
 small = False
 
 #: The case that runs before peak memory is measured, since libraries load and set up much at their first call.

@@ -52,7 +52,7 @@ def projected(bounds: Tensor = BOUNDS) -> troll.Projection:
 
 
 def boundaries(bounds: Tensor = BOUNDS) -> Tensor:
-    """What policies far away, all around, are projected to: a line around each ball, `(len(bounds), AROUND, 3)`.
+    """The projections of policies far away, all around: a line around each ball, `(len(bounds), AROUND, 3)`.
 
     Where the ball reaches an edge of the triangle, the line goes along the edge.
     """
@@ -117,7 +117,7 @@ def _panels() -> tuple[Figure, Axes, Axes]:
 
 
 def _background() -> Markup:
-    """What every bound has in common: the triangle, both policies, and the line along which the projection moves."""
+    """The parts that all bounds share: the triangle, both policies, and the line along which the projection moves."""
     figure, triangle, bars = _panels()
     path = projected(torch.logspace(-6, 0, 60, dtype=torch.float64)).log_probs.exp()  # to where nothing is projected
     corners = torch.eye(3)
@@ -135,7 +135,7 @@ def _background() -> Markup:
 
 
 def _frame(number: int, policy: Tensor, ring: Tensor, bound: float, multiplier: float) -> Markup:
-    """What a bound changes: the ball, the projected policy, and what is said about it."""
+    """The parts that a bound changes: the ball, the projected policy, and the text about it."""
     figure, triangle, bars = _panels()
     triangle.fill(*_places(ring), facecolor=to_rgba(_Q, 0.14), edgecolor=_Q, linewidth=1, clip_on=False)
     _dot(triangle, policy, _Q, "q", 9)

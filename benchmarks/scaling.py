@@ -1,4 +1,4 @@
-"""The fused head as tokens, K and V grow: one thing at a time, medians relative to the smallest."""
+"""The fused head as tokens, K and V grow: one of them at a time, medians relative to the smallest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROWTH: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """A table per thing that grows."""
+    """Prints a table for each quantity that grows."""
     results = []
     shapes = measure.shapes(device)
     peaks: dict[str, float] = {}

@@ -56,7 +56,7 @@ LEARNING_RATE = 1e-4
 
 
 def loaded(device: str, width: int = 0, layers: int = 0, model: str = "") -> tuple[Any, PreTrainedTokenizerBase]:
-    """A model and what turns prompts into its tokens: a checkpoint, or a random Qwen3 of some width and blocks."""
+    """A model and its tokenizer: a checkpoint, or a random Qwen3 of some width and number of blocks."""
     torch.manual_seed(0)
     if model:
         checkpoint: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -88,8 +88,8 @@ def sampled(device: str, sequences: int, length: int, text: str = "", **model: A
         device: Where the model is.
         sequences: The completions of an update.
         length: Their tokens, of a checkpoint at most.
-        text: What a checkpoint is asked, of `coverage.ROLLOUT`.
-        **model: What is `loaded`.
+        text: The prompts of a checkpoint, of `coverage.ROLLOUT`.
+        **model: Arguments of `loaded`.
     """
     sampler, tokenizer = loaded(device, **model)
     count = UPDATES * sequences

@@ -2,7 +2,7 @@
 
 The most that a rollout may change has a closed form: the clip lets a probability p grow to 1.2 p, and the KL bound to
 the largest q with q log(q/p) + (1 − q) log((1 − q)/(1 − p)) ≤ ε. Neither holds for the logits themselves: the clip only
-ends a token's gradient, while Adam's momentum goes on. All in float64, without times; two minutes.
+ends a token's gradient, and Adam's momentum continues. Everything is in float64, untimed, and takes two minutes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "min-p 0.1": {"min_p": 0.1},
 }
 TEXT = "open text"
-#: A ratio further from 1 than this is one that an update would seem to have made.
+#: A ratio further from 1 than this looks as if an update had made it.
 FAR = 0.1
 
 

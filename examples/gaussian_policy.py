@@ -37,7 +37,7 @@ METHODS = ("clip", "trust region")
 
 
 class Actor(nn.Module):
-    """A Gaussian whose mean depends on the state, and whose scale does not."""
+    """A Gaussian whose mean depends on the state; its scale does not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,8 +33,8 @@ class HoldKL(TrainerCallback, ExportableState):
         trainer: The trainer, with `logging_steps=1`.
         target: The mean KL(p̃ ‖ p) to hold, in nats.
         rate: No update changes ε by more than a factor of e^rate. If ε oscillates, halve it.
-        smoothing: The weight of the past in the mean, which goes back about 1/(1 − smoothing) updates. They should be
-            no fewer than those of a rollout: its first update measures 0, its last one the most.
+        smoothing: The weight of the past in the mean, which goes back about 1/(1 − smoothing) updates. It should cover
+            at least those of a rollout: its first update measures 0, its last one the most.
     """
 
     def __init__(self, trainer: TrollTrainer, target: float, rate: float = 0.05, smoothing: float = 0.9) -> None:

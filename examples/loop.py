@@ -4,7 +4,7 @@
     python examples/loop.py --model Qwen/Qwen3-0.6B --data questions.tsv --max_new_tokens 64
 
 The tiny model begins with random weights, and learns from rewards only. For `--model`, each line of `--data` is a
-prompt, a tab, and the answer. `reward` says how good a completion is: put your own there.
+prompt, a tab, and the answer. `reward` says how good a completion is: replace it by your own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16, help="completions of a prompt, which are compared")
     parser.add_argument("--updates", type=int, default=4, help="updates on a rollout, at least 2")
     parser.add_argument("--kl_bound", type=float, default=0.05, help="how far a token's policy may move, in nats")
-    parser.add_argument("--kl_target", type=float, default=0.03, help="how far the network should, in the mean")
+    parser.add_argument("--kl_target", type=float, default=0.03, help="how far the network should move, on average")
     parser.add_argument("--learning_rate", type=float, default=1e-2, help="the search for it begins at a hundredth")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_new_tokens", type=int, default=LONGEST + 1)

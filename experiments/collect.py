@@ -170,7 +170,7 @@ def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
     """A recipe's resolved settings, and the fields of its grid."""
     own = RECIPES / f"{name}.yaml"
     if name not in recipes.names() and not own.is_file():
-        raise ValueError(f"{name} is no recipe of the package or in {RECIPES}, so what its runs changed cannot be told")
+        raise ValueError(f"{name} is neither a recipe of the package nor in {RECIPES}: its runs' changes are unknown")
     given = str(own) if own.is_file() else name
     _, grid = recipes.read(given)
     first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
@@ -189,7 +189,7 @@ def _curve(run: Run) -> tuple[int, tuple[int, ...]]:
         )
     right = [share * completions for share in shares]
     if any(abs(value - round(value)) > 0.01 for value in right):
-        raise ValueError(f"{run.folder}/metrics.jsonl: {SUCCESS} is no share of {completions} completions")
+        raise ValueError(f"{run.folder}/metrics.jsonl: {SUCCESS} is not a share of {completions} completions")
     return completions, tuple(map(round, right))
 
 

@@ -1,4 +1,4 @@
-"""Makes those runs of a grid that no table has yet, so that it goes on from a fresh checkout."""
+"""Makes the runs of a grid that are not in a table yet, so that a fresh checkout can continue it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
         fields: The fields of the grid and their values, as `troll compare` takes them.
 
     Returns:
-        What became of the runs, and how many were added to the table or replaced in it.
+        The outcome of the runs, and how many were added to the table or replaced in it.
 
     Raises:
         troll_lab.recipes.RecipeError: If the grid is not valid, or its folder holds another one.
@@ -40,9 +40,10 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
 def make(
     planned: Sequence[PlannedRun], table: Path, phase: Phase, folder: Path, jobs: int | None, command: str
 ) -> tuple[Outcome, int]:
-    """Makes those runs of a list that are not in a table, and adds them to it, also if they are interrupted.
+    """Makes those runs of a list that are not in a table, and adds them to it, even if they are interrupted.
 
-    A protocol whose runs are no grid makes them by this function, one seed after the other, each in its own folder.
+    A protocol whose runs do not form a grid makes them by this function, one seed after the other, each in its own
+    folder.
 
     Args:
         planned: The runs.
@@ -53,7 +54,7 @@ def make(
         command: The command that made them, for the page.
 
     Returns:
-        What became of the runs, and how many were added to the table or replaced in it.
+        The outcome of the runs, and how many were added to the table or replaced in it.
 
     Raises:
         troll_lab.recipes.RecipeError: If the folder holds other runs.

@@ -32,7 +32,7 @@ def sign_flip_p_value(
         alternative: "two-sided"; or "greater", if only a mean above 0 counts against equality.
 
     Raises:
-        ValueError: If there is no difference.
+        ValueError: If `differences` is empty.
     """
     if not differences:
         raise ValueError("a sign-flip test needs at least one difference")

@@ -193,7 +193,7 @@ def _number(regime: str, section: Section | Contest, known: Collection[str], wan
     names, _, rate = wanted.partition(" @ ")
     first, minus, other = names.partition(" - ")
     if unknown := {first, other or first} - set(known):
-        raise ValueError(f"the template asks for {{{{{regime} {wanted}}}}}: {unknown.pop()!r} is no method")
+        raise ValueError(f"the template asks for {{{{{regime} {wanted}}}}}: {unknown.pop()!r} is not a method")
     finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, other) if name]
     found = paired_difference(finals, others[0]) if minus else seed_mean(list(finals.values())) if finals else None
     if found is None:
@@ -216,13 +216,13 @@ def _data(rows: Mapping[str, Sequence[Result]]) -> str:
 
 
 def _measured(folder: Path, name: str) -> dict[str, Any]:
-    """What a command wrote as JSON next to the tables; empty if it did not."""
+    """The JSON that a command wrote next to the tables; empty if it did not."""
     path = folder / f"{name}.json"
     return read_json(path) if path.is_file() else {}
 
 
 def _commands(folder: Path, rows: Mapping[str, Sequence[Result]]) -> list[str]:
-    """With what the runs were made, as far as that is known."""
+    """The commands that made the runs, as far as they are known."""
     files = [path for table in rows if (path := folder / f"{table}.txt").is_file()]
     lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     return ["\n".join(["```", *dict.fromkeys(lines), "```"])] if lines else []

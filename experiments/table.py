@@ -76,7 +76,7 @@ class Result:
         formatted_after: Share of these that were in the format, right or not.
         eval_size: The number of draws behind them.
         token_kl: KL of the mean token to the old policy, in nats, mean over the updates that logged it; None without.
-            TROLL logs it at every update and the clip only with diagnostics, so the two do not compare.
+            TROLL logs it at every update and the clip only with diagnostics, so the two cannot be compared.
         sequence_kl: KL(old ‖ new) of whole completions, in nats, mean over the updates at which it was measured: the
             last ones of a rollout; None if it was not.
         completions: The number of completions in a rollout.
@@ -205,11 +205,11 @@ def read_csv(path: Path) -> list[Result]:
     """Reads what `to_csv` wrote.
 
     Raises:
-        ValueError: If the file is no such table.
+        ValueError: If the file is not such a table.
     """
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     if missing := {*_IDENTITY, *_REST} - set(table):
-        raise ValueError(f"{path} is no table of results: it has no column {min(missing)}")
+        raise ValueError(f"{path} is not a table of results: it has no column {min(missing)}")
     results = []
     for line, row in enumerate(table.to_dict("records"), start=2):
         try:

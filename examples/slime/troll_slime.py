@@ -148,7 +148,7 @@ def _old_policy(sampled: Tensor, log_probs: Tensor) -> troll.SparsePolicy:
     if not torch.allclose(old.log_prob, log_probs, rtol=0, atol=LOG_PROB_TOLERANCE, equal_nan=True):
         worst = float((old.log_prob - log_probs).abs().max())
         raise RuntimeError(
-            f"the old policy's log-probabilities are up to {worst:.3g} off slime's own: another network?"
+            f"the old policy's log-probabilities are up to {worst:.3g} off slime's own: is this another network?"
         )
     return old
 
@@ -161,7 +161,7 @@ def loss_function(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`--custom-loss-function-path`, with `--loss-type custom_loss`.
 
-    As slime's own policy loss, but for the projected ratio, no clip, and the regression in its place.
+    Like slime's own policy loss, with the projected ratio, and the regression in place of the clip.
 
     Args:
         args: slime's arguments.
@@ -188,7 +188,7 @@ def loss_function(
         policy_term = policy_term * weights.clamp(args.tis_clip_low, args.tis_clip)
     entropy, regression = reduced(step.entropy), reduced(step.regression)
     loss = reduced(policy_term) + settings.regression_weight * regression - args.entropy_coef * entropy
-    # Every metric is a sum over samples, as slime wants it: maxima have no place there.
+    # slime adds up every metric over samples, which maxima do not allow.
     log = {
         "pg_loss": reduced(policy_term),
         "entropy_loss": entropy,

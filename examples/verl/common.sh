@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts of this folder share. A script sets its own defaults, sources a task (gsm8k.sh or dapo.sh), which
-# sources this, and calls `train` with what else is its own. Names in capitals come from the environment, and are those
+# Shared by the scripts of this folder. A script sets its own defaults, sources a task (gsm8k.sh or dapo.sh), which
+# sources this, and calls `train` with its further settings. Names in capitals come from the environment, and are those
 # of verl's own examples where verl has one:
 #
 #   METHOD=cispo MODEL_PATH=... NNODES=... LOGGER=console,wandb bash examples/verl/dapo-qwen3-4b.sh [settings of verl ...]

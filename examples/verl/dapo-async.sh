@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-8B on DAPO-Math-17k, with rollouts that do not wait for updates: four GPUs generate and four train, by verl's
-# separate_async trainer. A rollout may be some updates old when it is trained on, so what sampled it is the anchor.
+# separate_async trainer. A rollout may be some updates old when it is trained on, so the policy that sampled it is
+# the anchor.
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B-Base}
 ANCHOR=${ANCHOR:-rollout}
 NNODES=${NNODES:-1}                    # machines that train

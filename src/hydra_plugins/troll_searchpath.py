@@ -9,7 +9,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class TrollSearchPath(SearchPathPlugin):
-    """Puts the group behind an application's own configuration, which so comes first."""
+    """Puts the group behind an application's own configuration, which takes precedence."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the parent."""

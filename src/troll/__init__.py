@@ -7,8 +7,8 @@ import importlib.metadata
 import warnings
 from typing import Any
 
-# torch warns at its first import where NumPy is not installed, which nothing here needs. Not in a context that puts the
-# filters back: it would take away those that torch adds.
+# torch warns at its first import where NumPy is not installed, which nothing here needs. Not in a context that restores
+# the filters: it would remove those that torch adds.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from torch.serialization import add_safe_globals
@@ -51,7 +51,7 @@ __all__ = [
     "trust_region_step",
 ]
 
-# `torch.load` with its default arguments reads what `torch.save` wrote of these.
+# Lets `torch.load` with its default arguments read what `torch.save` wrote of these.
 add_safe_globals(
     [Constraint, LMHead, Logits, PackedPolicy, PolicyOnSupport, Projection, SparsePolicy, Truncation, TrustRegionStep]
 )

@@ -39,17 +39,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """A value as strict JSON, which every reader takes: with `json_value` for numbers that JSON lacks.
+    """A value as strict JSON, which every reader accepts: with `json_value` for numbers that JSON lacks.
 
     Args:
-        value: What `json.dumps` takes.
+        value: Any value that `json.dumps` takes.
         **options: Those of `json.dumps`, such as `indent`.
     """
     return json.dumps(json_value(value), allow_nan=False, **options)
 
 
 def json_value(value: Any) -> Any:
-    """A value with the texts `Infinity`, `-Infinity` and `NaN` for the numbers of these names.
+    """A value with the texts `Infinity`, `-Infinity` and `NaN` in place of these numbers.
 
     Nothing is lost: `float` reads these texts, and so does pandas where a column of JSON lines has them.
     """

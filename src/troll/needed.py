@@ -20,7 +20,7 @@ class Needed:
     Attributes:
         owner: The class of the method, or the function itself.
         name: The method's name; None for a function.
-        purpose: What we need it for.
+        purpose: Our use of it.
         parameters: The names of the parameters that it must take.
         uses: Names, attributes and dictionary keys that must occur in its code.
     """

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = commands.add_parser(
         "train",
         help="train a model by a recipe",
-        description="Train a model by a recipe: a name of the list below, or the path of a YAML file.",
+        description="Train a model by a recipe: a name from the list below, or the path of a YAML file.",
         epilog=_TRAIN_EPILOG + "\n".join(recipe_lines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,7 +98,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_eval)
     parser.description = "Generate completions of every problem of the tasks, grade them, and print a table."
     parser.epilog = "The same command again resumes where it was stopped. With several tasks, --dataset_path and "
-    parser.epilog += "--task_options take TASK=VALUE for each. A model that troll train has saved brings the settings "
+    parser.epilog += "--task_options take TASK=VALUE for each. A model saved by troll train comes with the settings "
     parser.epilog += "of its own task; an option overrides them, and null in a JSON object removes one."
     parser.add_argument("model", metavar="MODEL", help="a name on the hub, or the folder of a model or a run")
     parser.add_argument(
@@ -153,15 +153,15 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser(
         "check",
         help="grade the gold answers of a task",
-        description="Grade every gold answer (of code: every reference solution) of a task against itself, restated "
+        description="Grade every gold answer (for code, every reference solution) of a task against itself, restated "
         "and spoiled, and print where the reward disagrees.",
-        epilog="Exit code 1 if a gold answer is not right against itself.",
+        epilog="Exit code 1 if a gold answer is not graded right against itself.",
     )
     check.set_defaults(run=_check)
     check.add_argument("task", metavar="TASK", help="a name such as gsm8k, or the path of a YAML or Python file")
     check.add_argument("--dataset_path", metavar="PATH", help="local data of the task")
     check.add_argument("--task_options", metavar="JSON", help="options of the task")
-    check.add_argument("--eval_size", type=int, help="rows to hold out, of a file that is not divided (default: 256)")
+    check.add_argument("--eval_size", type=int, help="rows to hold out from a file that is not divided (default: 256)")
     check.add_argument("--limit", type=int, metavar="N", help="check the first N rows only")
 
 

@@ -18,14 +18,14 @@ def locked(
         lock: The name of the lock file in the folder.
         holder: The other program that may hold the lock, in words, for errors.
         error: The exception to raise if the folder cannot be used, holds something else or is in use.
-        marker: The file that shows of which kind the folder is; None if it may hold anything.
+        marker: The file that shows what kind of folder it is; None if it may hold anything.
         content: The content of a folder with the marker, in words, for errors.
 
     Yields:
         The descriptor of the lock file.
     """
     try:
-        import fcntl  # not on Windows, where all but commands works
+        import fcntl  # not on Windows, where everything but the commands works
     except ImportError as cause:
         raise error(f"output_dir {folder} cannot be locked here: that takes Linux or macOS ({cause})") from cause
     choose = "choose another folder with --output_dir"

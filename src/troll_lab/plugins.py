@@ -26,7 +26,7 @@ def resolved(plugins: Any, folder: Path) -> list[str]:
         folder: The folder to which files are relative.
 
     Raises:
-        UsageError: If they are no list of names.
+        UsageError: If they are not a list of names.
     """
     if isinstance(plugins, str):
         raise UsageError(f"takes a list, got {plugins!r}: write [{plugins}]")

@@ -1,4 +1,4 @@
-"""Ten surrogates of other papers and codes, and a KL penalty with a bounded ratio.
+"""Ten surrogates from other papers and libraries, and a KL penalty with a bounded ratio.
 
 They are registered when this file is imported, as a user's own are. Most of them drop tokens: the ratio stays raw, and
 a dropped token has no policy term, but still counts in the normalisation of the loss. docs/surrogates.md has the
@@ -183,7 +183,7 @@ class TRMSettings:
     """The settings of "trm".
 
     Attributes:
-        threshold: δ, the largest estimate (nats) of a token's KL divergence with which its sequence is kept.
+        threshold: δ, the largest estimate (nats) of a token's KL divergence that keeps its sequence.
         estimator: The estimate from the sampled token's ratio r: "k2", (log r)²/2; or "k3", r − 1 − log r.
     """
 

@@ -87,7 +87,7 @@ def say(console: Console, line: str) -> None:
 
 
 def first_sentence(recipe: str) -> str:
-    """The first sentence of the comment with which a recipe's text begins; empty if it begins with something else.
+    """The first sentence of the comment at the start of a recipe's text; empty if it starts with something else.
 
     Read without YAML: the help must not wait for imports.
     """

@@ -1,7 +1,7 @@
 """Values that people write, in files of settings and on the command line, as YAML 1.2 reads them (its core schema).
 
-So `1e-1`, `.5` and `+1e-3` are numbers, `010` is 10, and `yes`, `1:30` and `1_000` are texts. Of texts that are JSON, a
-part of YAML 1.2, Python's own reader makes the same values: it also knows tabs, and pairs of surrogates.
+So `1e-1`, `.5` and `+1e-3` are numbers, `010` is 10, and `yes`, `1:30` and `1_000` are texts. JSON is a part of YAML
+1.2: Python's own reader gives the same values, and also accepts tabs and surrogate pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from yamlcore import CoreDumper, CoreLoader
 
 from troll_lab.terminal import one_line
 
-#: The beginning of a number below 0, by which argparse tells numbers from options: its own knows no -1e-3.
+#: The beginning of a number below 0, by which argparse tells numbers from options; its own pattern lacks -1e-3.
 NEGATIVE = re.compile(r"-\.?(\d|inf)")
 
 #: Texts that `float` takes and YAML 1.2 writes with a point in front.
@@ -43,13 +43,13 @@ def yaml_text(settings: dict[str, Any]) -> str:
     """Settings as YAML that `read_yaml` reads back, in their order.
 
     Raises:
-        yaml.YAMLError: If a value is none of YAML's core schema.
+        yaml.YAMLError: If a value is not in YAML's core schema.
     """
     return str(yaml.dump(settings, Dumper=CoreDumper, sort_keys=False))
 
 
 def parsed(text: str) -> Any:
-    """What a text of YAML or JSON holds.
+    """The value of a text in YAML or JSON.
 
     Raises:
         ValueError: If it is neither, or has a key twice.
@@ -97,7 +97,7 @@ def number(value: Any) -> float:
     """A number, from its text or as it is; a type for argparse.
 
     Raises:
-        ArgumentTypeError: If it is none.
+        ArgumentTypeError: If it is not a number.
     """
     found = read_value(value) if isinstance(value, str) else value
     if isinstance(found, str) and found.lower().lstrip("+-") in _NOT_FINITE:
@@ -114,7 +114,7 @@ def whole_number(value: Any) -> int:
     """A whole number, also in the form 1e3, from its text or as it is; a type for argparse.
 
     Raises:
-        ArgumentTypeError: If it is none.
+        ArgumentTypeError: If it is not a whole number.
     """
     found = read_value(value) if isinstance(value, str) else value
     if isinstance(found, float) and found.is_integer():

@@ -25,7 +25,7 @@ from troll_sandbox.system import NEED_LIBRARIES, system
 #: If this process is root, programs run as this user outside too, since the kernel does not count the threads of root.
 NOBODY = 65534
 
-ALLOW = "see docs/sandbox.md for what to allow, on Ubuntu and in containers above all"
+ALLOW = "see docs/sandbox.md for what to allow, especially on Ubuntu and in containers"
 
 
 class Bubblewrap(Launcher):
@@ -124,7 +124,7 @@ class Bubblewrap(Launcher):
         return [*command, "--dir", "/tmp", "--dir", "/input", "--remount-ro", "/", "--chdir", "/"]
 
     def _try(self) -> None:
-        """Finds the strictest isolation with which a sandbox starts on this machine."""
+        """Finds the strictest isolation in which a sandbox starts on this machine."""
         self._as_nobody = False
         if not self.isolated:
             if refusal := self._trial():

@@ -37,7 +37,7 @@ class CodeTests:
 class FunctionTests:
     """Calls of one function, compared with what each should return.
 
-    A float allows any number within 1e-6, absolute or relative; `NaN` allows only `NaN`; all else has to be equal.
+    A float allows any number within 1e-6, absolute or relative; `NaN` allows only `NaN`; all else must be equal.
     Tuples count as lists, and a list of one value as that value, because data sets wrap some outputs. Keys of JSON are
     texts: in `inputs`, texts of integers become integers; in `outputs`, the key `"1"` also matches 1, and `"null"`
     matches None. The program can use the names that judges provide, see `docs/tasks.md`.

@@ -56,12 +56,12 @@ class MemoryGroup:
             self._write(name, bound)
 
     def add(self, pid: int) -> bool:
-        """Moves a process, and what it starts from now on, into the group; returns whether that worked."""
+        """Moves a process, and those that it starts from now on, into the group; returns whether that worked."""
         self._kills = self._all_kills()
         return self._write("cgroup.procs", pid)
 
     def is_exceeded(self) -> bool:
-        """Whether the kernel has killed a process for the bound since the last one was added."""
+        """Whether the kernel has killed a process because of the bound since the last one was added."""
         return self._all_kills() > self._kills
 
     def is_emptied(self) -> bool:
@@ -83,7 +83,7 @@ class MemoryGroup:
 
     def _write(self, name: str, value: int) -> bool:
         try:
-            with open(self.path / name, "r+b", buffering=0) as file:  # this mode makes no new file
+            with open(self.path / name, "r+b", buffering=0) as file:  # this mode does not create a file
                 file.write(str(value).encode())
         except OSError:
             return False
@@ -93,7 +93,7 @@ class MemoryGroup:
 class MemoryGroups:
     """Control groups, each used by one sandbox after another, since making or removing one slows down all others.
 
-    They are removed when this object is no longer used, or when the process ends.
+    They are removed when this object is garbage-collected, or when the process ends.
 
     Args:
         folder: The folder to make them in.

@@ -1,4 +1,4 @@
-"""Errors that keep a program from being tested, and no verdicts: [Executor][troll_sandbox.Executor] tries again."""
+"""Errors that kept a program from being tested. They are not verdicts: [Executor][troll_sandbox.Executor] retries."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from troll_sandbox.limits import NOT_RUN, TIME_LIMIT, Limits, Outcome
 #: Seconds before the first retry. Each further retry waits twice as long, up to the longest pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0
 
-#: A program that is killed this many times counts as the cause: it may take all memory of the machine.
+#: A program that is killed this many times counts as the cause: it may be using all of the machine's memory.
 KILLS = 4
 
 #: After this many programs in a row that could not be tested, the waiting ones are not tried.
@@ -159,7 +159,7 @@ class _Trial:
     """A program and the results of its attempts so far.
 
     Attributes:
-        ended: Outcomes of the first tests; all of them once there is no error.
+        ended: Outcomes of the first tests; of all tests once `error` is None.
         error: Why the last attempt failed.
         kills: The number of attempts that were killed.
     """
@@ -215,7 +215,7 @@ class _Crew:
         """Queues an attempt, cancelled once this is closed.
 
         Raises:
-            SandboxError: There is no thread and none can be started.
+            SandboxError: No thread runs, and none can be started.
         """
         future = Future[None]()
         with self._lock:

@@ -41,7 +41,7 @@ ENDED = "exited before the tests ended"
 #: The greeting that a sandbox reports before it runs the program.
 READY = b"+"
 
-#: Bound on the length of one outcome; the judge cuts reasons below it.
+#: Bound on the length of one outcome; the judge shortens reasons to fit.
 _MOST_BYTES = 4096
 
 
@@ -77,7 +77,7 @@ class Judge:
             channel: File descriptor of the channel to the program.
 
         Returns:
-            A pipe from which each outcome can be read as a line of JSON.
+            A pipe that gives each outcome as a line of JSON.
 
         Raises:
             OSError: The judge is gone.
@@ -117,8 +117,8 @@ def run_functions(
 ) -> list[Outcome]:
     """Runs a program once, in a fresh sandbox, and tests its functions.
 
-    With `tests.plain` there is no judge: the tests run in the program's process, in its sandbox. Everything works there
-    as in one file: tests can look at printed text, inherit from the program's classes and use its comparisons. In
+    With `tests.plain`, the tests run without a judge, in the program's process and sandbox. Everything works there as
+    in one file: tests can look at printed text, inherit from the program's classes and use its comparisons. In
     exchange, the program can find the expected values, return objects that equal everything, change the modules that
     the tests use, or report outcomes itself. Use it only for data sets whose tests need it.
 
@@ -132,7 +132,7 @@ def run_functions(
         stop_at_failure: Whether the tests after the first failing one are left out; their reason is "not run".
 
     Returns:
-        An outcome per test. Tests that were not reached have the reason for which the program ended.
+        An outcome per test. Tests that were not reached have the reason why the program ended.
 
     Raises:
         JudgeEndedError: The judge is gone.
@@ -163,7 +163,7 @@ def run_functions(
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a program: its outcomes, the reason of the tests without one, whether it was killed, its CPU time."""
+    """One run of a program: its outcomes, the reason for missing ones, whether it was killed, and its CPU time."""
 
     outcomes: list[Outcome]
     rest: str
@@ -212,7 +212,7 @@ def _follow(
     """Reads the outcomes of a program, ends its sandbox, and finds out why tests are missing.
 
     The first process is the program's sandbox, the second its judge, if there is one. The report starts with the
-    greeting, and each outcome is a line after the mark; raises `SandboxError` if there is no greeting.
+    greeting, and each outcome is a line after the mark; raises `SandboxError` if the greeting is missing.
     """
     process, judged = processes[0], len(processes) > 1
     watch = Watch(processes, limits)
@@ -224,7 +224,7 @@ def _follow(
     outcomes = [outcome for outcome in found if outcome is not None]
     failed = bool(outcomes) and not outcomes[-1].passed
     ended = failed and outcomes[-1].reason == ENDED
-    silent = len(outcomes) < count and not (judged and failed)  # no outcome says why there are no more
+    silent = len(outcomes) < count and not (judged and failed)  # no outcome says why others are missing
     if kind is None and silent and judged:
         # The judge's child for this program is gone. It reports why, unless it was killed, or is in a long call of C.
         killed = watch.others_seconds <= limits.cpu_seconds
@@ -247,7 +247,7 @@ def _follow(
         cause = outcomes[-1].reason
     if ended or (kind == "cpu" and len(outcomes) == count):
         outcomes[-1] = Outcome(False, cause)
-    # The start-up time counts for every program, also for one that was still running, so that no way to end is cheaper.
+    # The start-up time counts for every program, even for one that was still running, so that no way to end is cheaper.
     seconds = max(ended_seconds, watch.before + watch.cpu_seconds)
     return _Run(outcomes, cause, killed, seconds if process.exact and LISTS_CHILDREN else None)
 

@@ -53,7 +53,7 @@ class SandboxFusion:
         try:
             program.encode()
         except UnicodeEncodeError:
-            return [Outcome(False, "the program is no text")] * number_of(tests)
+            return [Outcome(False, "the program is not text")] * number_of(tests)
         outcomes: list[Outcome] = []
         if isinstance(tests, StreamTests):
             try:
@@ -123,7 +123,7 @@ class SandboxFusion:
         except (OSError, http.client.HTTPException) as error:
             cause = str(error) or type(error).__name__
         except (ValueError, KeyError, TypeError) as error:
-            cause = f"an answer that is none of SandboxFusion's ({type(error).__name__}: {error})"
+            cause = f"an answer that is not in SandboxFusion's form ({type(error).__name__}: {error})"
         raise SandboxError(f"the sandbox at {self._url} failed: {cause[:REASON_LENGTH]}")
 
 
@@ -141,7 +141,7 @@ for name, source in {modules!r}.items():
 
 
 def _failure(response: dict[str, Any]) -> Outcome | None:
-    """The reason for which a program did not exit with status 0; None if it did."""
+    """The reason why a program did not exit with status 0; None if it did."""
     result = response["run_result"]
     if result["status"] == "TimeLimitExceeded":
         return TIME_LIMIT

@@ -68,7 +68,7 @@ class Process(subprocess.Popen[bytes]):
     _cpu_seconds = 0.0
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed a process for the bound on the whole sandbox's memory; call it before `end`."""
+        """Whether the kernel killed a process because of the bound on its memory; call it before `end`."""
         return self.group is not None and self.group.is_exceeded()
 
     def has_ended(self, seconds: float) -> bool:
@@ -242,4 +242,4 @@ class Launcher(ABC):
 
     @abstractmethod
     def _refusal(self, errors: list[str]) -> str:
-        """The reason for which it does not start, from the lines of its errors."""
+        """The reason why it does not start, from the lines of its errors."""

@@ -12,10 +12,10 @@ from typing import Any
 
 
 def at_end(owner: object, action: Callable[..., object], *arguments: object) -> weakref.finalize[..., Any]:
-    """Calls `action` once its owner is no longer used, or when this process ends, but not in a forked process.
+    """Calls `action` once its owner is garbage-collected, or when this process ends, but not in a forked process.
 
     Args:
-        owner: The object whose end is awaited.
+        owner: The object to wait for.
         action: Called with `arguments`. It must not refer to the owner.
         *arguments: Positional arguments of the call.
 

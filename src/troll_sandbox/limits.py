@@ -19,7 +19,7 @@ class Limits:
         cpu_seconds: CPU time of all threads. Verdicts depend on this limit, and not on how busy the machine is. It is
             exact, but an endless program is killed up to half a second later.
         wall_seconds: Wall time of all tests of a program, without the time it waits for a busy CPU.
-        idle_seconds: How long a program may sleep or wait, also for a disk, while it uses less than 10 % of a CPU.
+        idle_seconds: How long a program may sleep or wait, even for a disk, while it uses less than 10 % of a CPU.
             Waiting for a busy CPU is not idling.
         memory_bytes: Address space, so reserved memory counts too. Thread stacks count only as far as they are used.
             At least 64 MiB.
@@ -59,7 +59,7 @@ class Outcome:
 
     Attributes:
         passed: True if the program passed the test.
-        reason: "passed", or the reason of the failure in a few words: "wrong answer", "raised ValueError: ...", "time
+        reason: "passed", or the reason for the failure in a few words: "wrong answer", "raised ValueError: ...", "time
             limit", "memory limit", "output limit", "exit status 3", ... Always `printable`.
         cpu_seconds: CPU time of the test, of all its threads, as the kernel counts it outside the program. Tests by
             calls share a process: each has an equal share of all that it used, its start included. None if it was not

@@ -49,7 +49,7 @@ class LocalSandbox:
             raise
 
     def close(self) -> None:
-        """Kills programs and judges; programs that run have no outcome then."""
+        """Kills programs and judges; running programs then have no outcome."""
         self._programs.stop()
         self._judged_in.stop()
         for judge in self._judges:

@@ -35,9 +35,9 @@ def run_stdio(
 ) -> list[Outcome]:
     """Runs a program once per input and compares what it prints.
 
-    A test is passed by exit status 0, within the limits, with the expected output (see `same_output`). Expected outputs
-    never enter the sandbox; an input enters it after the previous test has ended. After a test that exceeds a limit on
-    time or threads, the others are "not run".
+    A program passes a test if it exits with status 0, within the limits, and prints the expected output (see
+    `same_output`). Expected outputs never enter the sandbox; an input enters it after the previous test has ended.
+    After a test that exceeds a limit on time or threads, the others are "not run".
 
     All tests share one sandbox, and each runs in its own process. A test that leaves files in the work folder, or that
     is killed together with its sandbox, makes the next test start a new one.

@@ -22,7 +22,7 @@ from troll_sandbox.limits import Limits
 #: A program that uses less than this share of one CPU, and is not waiting for a CPU, is idle.
 IDLE_SHARE = 0.1
 
-#: A program that uses less than this share of one CPU, although it could use more, is kept from it by others.
+#: A program that uses less than this share of one CPU, although it could use more, is held up by other processes.
 STARVED_SHARE = 0.5
 
 #: A program that gets too little CPU time may last for this many wall budgets.
@@ -41,7 +41,7 @@ class Watch:
 
     Args:
         processes: The sandbox, and those that it waits for, such as its judge: while they work, it is not idle.
-        limits: The limits with which the sandbox was started.
+        limits: The limits of the sandbox.
 
     Attributes:
         before: CPU time of the sandbox until the start or the last restart.

@@ -21,7 +21,7 @@ _lock = threading.RLock()
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; raises `ValueError` if it is none, or is nested deeper than `DEPTH` levels."""
+    """The value of a JSON text; raises `ValueError` if it is not JSON, or is nested deeper than `DEPTH` levels."""
     with _lifted(DEPTH):
         try:
             return json.loads(text)

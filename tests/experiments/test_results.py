@@ -206,7 +206,7 @@ def test_equal_lists_of_questions_have_one_name(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"other\.csv is no table of results: it has no column collapsed"):
+    with pytest.raises(ValueError, match=r"other\.csv is not a table of results: it has no column collapsed"):
         table.read_csv(tmp_path / "other.csv")
     write(tmp_path, "bad", [result("troll", 1e-4, 0, 0.5, phase="guessed")])
     with pytest.raises(ValueError, match=r"bad.csv, line 2: phase must be one of tuning, counted, exploratory"):
@@ -505,7 +505,7 @@ def test_page_shows_the_second_parts_runs_tests_and_differences(tmp_path: Path) 
     text, _ = fill(rows, tmp_path, "{{second second-b}} {{second hypotheses}} {{second-b clip}}")
     assert "297 of 300 counted runs; interim.*" in text and "| H1 | – | – | – | – | – | – | open |" in text
     assert text.endswith(" % (interim)")
-    with pytest.raises(ValueError, match="'regression' is no method"):
+    with pytest.raises(ValueError, match="'regression' is not a method"):
         fill(rows, tmp_path, "{{second-b regression}}")
 
 
@@ -532,9 +532,9 @@ def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "my-own"}, "my-own is no recipe of the package or in .*recipes"),
+        ({"recipe": "my-own"}, "my-own is neither a recipe of the package nor in .*recipes"),
         ({"rollouts": 3}, "in 2 lines for 3 rollouts: set logging_steps"),
-        ({"settings": {"per_device_train_batch_size": 3}}, "is no share of 24 completions"),
+        ({"settings": {"per_device_train_batch_size": 3}}, "is not a share of 24 completions"),
         ({"success_after": 0.75}, "is not the success_after of summary.json"),
         ({"success_after_step": 8}, "is of step 16, not of the last evaluation"),
         ({"success_after": None}, "has no success_after"),
@@ -764,7 +764,7 @@ def test_page_without_any_run(tmp_path: Path) -> None:
     [
         ("regime spars", "asks for {{regime spars}}, which is unknown"),
         ("exploratory", "asks for {{exploratory}}, which is unknown"),
-        (f"{REGIME} trol", "'trol' is no method"),
+        (f"{REGIME} trol", "'trol' is not a method"),
     ],
 )
 def test_a_mistake_in_the_template_is_named(tmp_path: Path, placeholder: str, message: str) -> None:

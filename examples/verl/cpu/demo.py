@@ -5,7 +5,7 @@ It ends with a table, and a page of curves, `comparison.html`.
     make verl-demo
     python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 48] [verl settings ...]
 
-An interrupted demo goes on from its last checkpoint when it is started again with the same folder.
+An interrupted demo continues from its last checkpoint if it is started again with the same folder.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "TQ_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Nobody reads them here, and every process of Ray's would send them from a thread of its own.
+            # They are not read here, and every process of Ray's would send them from a thread of its own.
             "RAY_enable_metrics_collection": "0",
-            # Ray's default is 15, with which anything else that computes leaves its workers next to nothing.
+            # With Ray's default, 15, its workers get next to nothing while anything else computes.
             "RAY_worker_niceness": "0",
         }
 
@@ -97,7 +97,7 @@ class Run:
 
 
 def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
-    """Runs verl to the end, showing where it is.
+    """Runs verl to the end, and shows its progress.
 
     Raises:
         SystemExit: If verl fails.

@@ -1,4 +1,4 @@
-"""Writes what the memory agent trains on: sums of five terms, and the toy model, which has seen sums of three.
+"""Writes the memory agent's data, sums of five terms, and its model, the toy model, which has seen sums of three.
 
 python documents.py FOLDER
 """

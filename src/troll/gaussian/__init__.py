@@ -35,5 +35,5 @@ __all__ = [
     "write_back",
 ]
 
-# `torch.load` with its default arguments reads what `torch.save` wrote of these.
+# Lets `torch.load` with its default arguments read what `torch.save` wrote of these.
 add_safe_globals([Gaussian, DiagonalGaussian, GaussianProjection])

@@ -86,7 +86,7 @@ def whitened(delta: Tensor, factor: Tensor) -> Tensor:
 
 
 def excess(y: Tensor) -> Tensor:
-    """`eʸ − 1 − y` to full precision, also where it is close to `y²/2`."""
+    """`eʸ − 1 − y` to full precision, even where it is close to `y²/2`."""
     near = y.abs() < 0.1
     small = torch.where(near, y, 0.0)
     one = series = torch.ones_like(y)

@@ -192,7 +192,7 @@ class _FullOntoBall(torch.autograd.Function):
 class _DiagonalOntoBall(torch.autograd.Function):
     """Standard deviations (N, d) outside their balls, and `μ − μ₀`, (N, d), or None: projected, with τ, (N,).
 
-    The same as `_FullOntoBall`, of which each matrix is diagonal.
+    The same as `_FullOntoBall` with diagonal matrices.
     """
 
     @staticmethod

@@ -86,7 +86,7 @@ def from_distribution(distribution: Distribution) -> Gaussian | DiagonalGaussian
         distribution: `MultivariateNormal`, or `Independent(Normal(...), 1)`.
 
     Raises:
-        ValueError: On another distribution.
+        ValueError: If it is another distribution.
     """
     if isinstance(distribution, MultivariateNormal):
         return Gaussian(distribution.loc, _unrepeated(distribution.scale_tril, events=2))

@@ -105,7 +105,7 @@ def broadcast_bound(name: str, bound: float | Tensor, shape: torch.Size, like: T
     """A bound at each of the states `shape`, without gradient, in the dtype and on the device of `like`.
 
     Raises:
-        ValueError: On a bound that is not above 0, or does not broadcast.
+        ValueError: If the bound is not above 0, or does not broadcast.
     """
     tensor = bound.detach().to(like) if isinstance(bound, Tensor) else like.new_full((), bound)
     if tensor.device.type == "cpu" and not bool((tensor > 0).all()):

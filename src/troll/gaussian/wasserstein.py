@@ -1,4 +1,4 @@
-r"""The projection in the Wasserstein-2 distance: along the geodesic, exact also where the covariances do not commute.
+r"""The projection in the Wasserstein-2 distance: along the geodesic, exact even where the covariances do not commute.
 
 Let O be the orthogonal matrix for which `L₀ᵀ L O` is symmetric and positive, and `C = L O`. Then
 

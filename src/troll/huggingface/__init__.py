@@ -1,4 +1,4 @@
-"""Reads Hugging Face causal language models without their logits, also when PEFT, DDP, FSDP or DeepSpeed wraps them."""
+"""Reads Hugging Face causal language models without their logits, even if PEFT, DDP, FSDP or DeepSpeed wraps them."""
 
 try:
     import transformers  # noqa: F401 (first: everything here needs it)

@@ -22,7 +22,7 @@ Place = tuple[str, nn.Module, str]
 
 
 def adapted_and_shared(model: nn.Module) -> list[list[Place]]:
-    """The modules of each weight that several modules share and that an adapter changes in at least one of them."""
+    """The modules of each weight that several modules share, if an adapter changes it in at least one of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper  # of modules_to_save and trainable_token_indices
 

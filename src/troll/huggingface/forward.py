@@ -30,7 +30,7 @@ REQUEST = "troll_reading"
 #: An attribute of a forward that takes requests.
 _TAKES_REQUESTS = "_takes_troll_readings"
 
-#: The roundings by which a model's own logits may differ from the first ones that are read: a model rounds after the
+#: The number of roundings between a model's own logits and the first ones that are read: a model rounds after the
 #: product, after its scale and after each part of a softcap.
 _CHECKED_ROUNDINGS = 4
 
@@ -47,7 +47,7 @@ class ReadingRequest:
             last L of its row.
         length: L, the hidden states of each row that are used.
         reader: Computes the results from the head and the tokens.
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
     """
 
@@ -64,7 +64,8 @@ class ReadingOutput(ModelOutput):
     """The results of a request. Differentiable ones are outputs of the forward, where DDP and FSDP look for them.
 
     Attributes:
-        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`; None as there.
+        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`; None for those
+            that were not requested.
         vocab_size: V, the rows of the head's weight.
         aux_loss: The router's load-balancing loss of a mixture of experts, with `output_router_logits=True`.
     """
@@ -79,7 +80,7 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
 
     Args:
         model: A model for `accept_requests`, which is called first.
-        request: What to read.
+        request: The tokens to score, and how.
         **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images. Without position ids, they
             follow from the mask.
 
@@ -104,7 +105,7 @@ def accept_requests(model: nn.Module) -> None:
             `torch.compile`.
 
     Raises:
-        ValueError: If it is no such model, or has no head.
+        ValueError: If it is not such a model, or has no head.
     """
     base: Any = causal_lm(model)
     if hasattr(base.forward, _TAKES_REQUESTS):
@@ -245,8 +246,8 @@ def _check_against_logits(
 
     Returns:
         False if the comparison has to be repeated later: a model that bypasses its backbone cannot be compared while it
-        has dropout, since no two passes agree. True if it was made, or can never be made because a host has replaced
-        the forward of the model's class by one without logits, as verl's fused kernels do.
+        has dropout, since no two passes agree. True if it was made, or never can be: some hosts replace the forward of
+        the model's class by one without logits, as verl's fused kernels do.
 
     Raises:
         RuntimeError: If they differ: the model changes its logits in a way that is not in its configuration.
@@ -289,7 +290,7 @@ def _check_against_logits(
     if not bool((difference <= roundings * largest) & (finite == own.isfinite()).all()):
         raise RuntimeError(
             f"the logits of {type(model).__name__} are not those of its head: they differ by {float(difference):.2g}, "
-            f"and {int((~finite).sum())} are -inf. It does something to them that its configuration does not say; read "
+            f"and {int((~finite).sum())} are -inf. It changes them in a way that its configuration does not say; read "
             "its logits with troll.capture and troll.trust_region_step instead"
         )
     return True

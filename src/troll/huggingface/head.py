@@ -18,13 +18,13 @@ from troll.trust_region.reading.head import LMHead
 def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_float32: bool) -> Iterator[LMHead]:
     """The head of a model on some hidden states, with its weights gathered within the context.
 
-    Under ZeRO-3 the weights are gathered within the context, and again in the backward pass. A weight of which FSDP2
-    still holds shards, as of a head that is sharded separately, is gathered once for the forward and backward pass.
+    Under ZeRO-3 the weights are gathered within the context, and again in the backward pass. A weight that FSDP2
+    still holds in shards, such as that of a head sharded separately, is gathered once for both passes.
 
     Args:
         model: A causal language model, inside its forward pass.
         hidden: Its last hidden states, (N, H).
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         in_float32: Whether the product is computed in float32, outside autocast.
 
     Raises:

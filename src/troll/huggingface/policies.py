@@ -46,7 +46,7 @@ def capture(
         labels: (B, L) as in transformers: the tokens to score, −100 elsewhere.
         attention_mask: (B, L); None for no padding.
         temperature: The sampling temperature, which the policy remembers.
-        top_k: K, the tokens to keep at most, at least 1.
+        top_k: K ≥ 1, the largest number of tokens to keep.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         truncation: The sampler's truncation, or None, as in [capture][troll.capture]; K and δ then have no effect.
         **model_inputs: Further arguments of the model's forward, such as images.
@@ -56,7 +56,7 @@ def capture(
         all the mass.
 
     Raises:
-        ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
+        ValueError: If shapes do not fit, or the head cannot be read (it is quantised, offloaded, or has LoRA).
         RuntimeError: If the model's logits are not those of its head.
     """
     warn_about_dropout(model)
@@ -121,8 +121,8 @@ def trust_region_step(
         part of it; 0 where that is false.
 
     Raises:
-        ValueError: On shapes that do not fit, another temperature than that of the capture, (on a CPU) an old policy of
-            other labels, an unknown name, or a head that cannot be read.
+        ValueError: If shapes do not fit, the temperature is not that of the capture, (on a CPU) the old policy is of
+            other labels, a name is unknown, or the head cannot be read.
         RuntimeError: If the model's logits are not those of its head, or something rounds its outputs.
     """
     warn_about_dropout(model)
@@ -211,7 +211,7 @@ def capture_tokens(
     Args:
         model: The model, see [capture][troll.huggingface.capture].
         targets: The next tokens, (B, T), −100 where there is none.
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         top_k: K, at least 1.
         mass_threshold: δ in [0, 1).
         truncation: The sampler's truncation, or None.
@@ -270,9 +270,9 @@ def read_tokens(
         model: The model, see [capture][troll.huggingface.capture].
         token_ids: The sampled tokens, (N,).
         at: The row of each token and its place among the row's last T, (N,) and (N,).
-        length: T, the tokens of each row in which the sampled ones are.
+        length: T, the last tokens of each row, which include the sampled ones.
         old: The old policy of the N tokens, (N,).
-        temperature: The sampling temperature, by which logits are divided.
+        temperature: The sampling temperature, which divides the logits.
         entropy: Whether the entropy over the vocabulary is read.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.

@@ -72,7 +72,7 @@ def with_positions(inputs: dict[str, Any], positions: Positions) -> dict[str, An
 
 
 def positions_from_mask(model: Any) -> None:
-    """Gives the backbone of a model its position ids in every forward, whoever calls it."""
+    """Gives the backbone of a model its position ids in every forward, from any caller."""
     backbone = model.base_model
     positions = positions_of(backbone)
     if positions is not None:

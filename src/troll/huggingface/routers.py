@@ -16,8 +16,8 @@ def load_balancing_loss(model: Any, router_logits: Any, attention_mask: Tensor |
 
     Args:
         model: The language model.
-        router_logits: Its routers' logits, (B · L, experts) each; None or none for a model without experts, as some
-            configurations of mixtures describe, whose loss is 0.
+        router_logits: Its routers' logits, (B · L, experts) each. None or empty for a model without experts, which some
+            configurations of mixtures describe; its loss is 0.
         attention_mask: (B, L or more), the last L are those of the tokens; None if all count.
 
     Raises:

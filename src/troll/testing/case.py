@@ -61,7 +61,7 @@ class Case:
         layout: How the trainer lays out a micro-batch: "padded", a row a sample; "packed", one sample after the other.
         micro_batches: The samples of each micro-batch of the update, by number. The rollout may be scored in any other
             order.
-        temperature: The sampling temperature, by which logits have to be divided.
+        temperature: The sampling temperature, which has to divide the logits.
         kl_bound: ε in nats.
         regression_weight: α, the weight of the regression term.
         top_k: K for the capture: the whole vocabulary.

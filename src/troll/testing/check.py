@@ -46,7 +46,7 @@ def check_adapter(
 
     Raises:
         AssertionError: Names the requirement that is not met, what was found, and the likely mistake.
-        ValueError: If the dtype is another, or a layout is missing or unknown.
+        ValueError: If the dtype is another one, or a layout is missing or unknown.
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}: run the adapter in full precision")
@@ -99,7 +99,7 @@ def _check_update(adapter: Adapter, requirement: str, case: Case, hint: str, nor
     wide = tolerance + SOLVER
     close = (text for text, wrong in mistakes(case, normalisation).items() if max(errors_of(update, wrong())) <= wide)
     mistake = next(close, None)
-    likely = f"Just this comes out where {mistake}" if mistake else f"Likely, {hint}"
+    likely = f"This is exactly the result if {mistake}" if mistake else f"Likely, {hint}"
     raise AssertionError(
         f"{_where(requirement, case)}: the loss is {float(update.loss):.6g}, not {expected.loss:.6g} "
         f"(off by {loss:.1e}), and the gradient is off by {gradient:.1e} of the largest; rounding and the solver "
@@ -108,7 +108,7 @@ def _check_update(adapter: Adapter, requirement: str, case: Case, hint: str, nor
 
 
 def _check_ignored(adapter: Adapter, case: Case) -> None:
-    """Other numbers in the rows that are read only where nothing counts change nothing."""
+    """Checks that rows that are read only at positions that do not count have no influence."""
     requirement, tolerance = "tokens that do not count have no gradient and no influence", tolerance_of(case)
     ignored = slice(COUNTED.start)  # all rows before those that count
     generator = torch.Generator().manual_seed(1)

@@ -128,7 +128,7 @@ def mistakes(case: Case, normalisation: Mapping[str, Any]) -> dict[str, Callable
         ("token_mean", {"aggregation": "token_mean"}),
         ("sum", {"aggregation": "token_mean", "num_tokens": 1.0}),
     ):
-        regression = f"the regression is aggregated otherwise than the policy term, by its {name}"
+        regression = f"the regression is not aggregated like the policy term, but by its {name}"
         found[regression] = with_option(regression_normalisation=other)
         whole = f"the aggregation is {name}, and check_adapter was told {normalisation['aggregation']}"
         found[whole] = partial(reference, case, other)

@@ -195,7 +195,7 @@ def reporting_rollout_func(
         if top_log_probs is not None and top_token_ids is not None:
             return output | {"logprobs": reports.add(output["completion_ids"], top_log_probs, top_token_ids)}
         numbers = chain.from_iterable(output.get("logprobs") or [])
-        rows = [x for x in numbers if x]  # 0 or None is no report, as for the tokens of an environment
+        rows = [x for x in numbers if x]  # 0 and None mean unreported, as for the tokens of an environment
         if not rows or not all(isinstance(x, int) for x in rows):  # log-probs are floats, rows are not
             raise ValueError(
                 f'with anchor="rollout", rollout_func must return {TOP_LOG_PROBS} and {TOP_TOKEN_IDS} next to '
@@ -212,7 +212,7 @@ class RolloutAnchor:
     It wraps the trainer's rollout function, and vLLM's `generate`.
 
     Raises:
-        ValueError: On every process, if the configuration cannot report log-probs; names the settings that can.
+        ValueError: If the configuration cannot report log-probs, on every process; names the settings that can.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -147,7 +147,7 @@ def logs_now(control: TrainerControl) -> bool:
 
 
 def leave_out(model: Any) -> None:
-    """Has the optimiser's next step leave a model as it is.
+    """Makes the optimiser's next step leave a model unchanged.
 
     The optimiser skips a parameter without a gradient; with a gradient of zero its momentum would still move it.
     DeepSpeed has made its update in the backward pass.

@@ -33,7 +33,7 @@ CLIP_LOSS_TYPES = ("luspo",)
 #: The largest ratio of "cispo" if `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
 CISPO_LARGEST_RATIO = 5.0
 
-#: The lowest temperature at which vLLM samples; below it, it takes this one.
+#: The lowest temperature that vLLM samples at; it raises lower ones to this.
 VLLM_LEAST_TEMPERATURE = 0.01
 
 #: The schedulers that set the learning rate by what they measure.
@@ -192,7 +192,7 @@ class TrollConfig(GRPOConfig):
             none. See docs/diagnostics.md.
 
     Raises:
-        ValueError: On a value out of its range, or settings that exclude each other; the message names both.
+        ValueError: If a value is out of its range, or settings exclude each other; the message names both.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (a field, if it were annotated)

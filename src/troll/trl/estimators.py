@@ -100,7 +100,7 @@ def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
 
 
 def less_the_others(grouped: Tensor) -> Tensor:
-    """Each entry of (G, n, ...) minus the mean of the others along n; 0 where it is NaN, or there are no others."""
+    """Each entry of (G, n, ...) minus the mean of the others along n; 0 where it is NaN or has no others."""
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
     mean_of_others = (grouped.nansum(dim=1, keepdim=True) - grouped) / others
     return (grouped - mean_of_others).masked_fill(grouped.isnan() | (others < 1), 0.0)

@@ -34,7 +34,7 @@ class KLTargetRate:
         state: A checkpoint's `state_dict`; None if there is none.
 
     Raises:
-        ValueError: If the scheduler is no `LambdaLR`, or the optimiser's rate is 0.
+        ValueError: If the scheduler is not a `LambdaLR`, or the optimiser's rate is 0.
     """
 
     def __init__(self, trainer: Any, scheduler: Any, state: dict[str, Any] | None) -> None:
@@ -71,7 +71,7 @@ class KLTargetRate:
         return self._target.rate
 
     def sums_of(self, inputs: dict[str, Any]) -> Tally:
-        """What is needed of a micro-batch, besides its KL: the tokens with an advantage, and the rollout's reward."""
+        """The numbers needed in addition to a micro-batch's KL: its tokens with an advantage, the rollout's reward."""
         mask, advantages = seam.loss_mask(inputs).bool(), inputs["advantages"]
         advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         rewards = combine_rewards(self._trainer.rollout_rewards, self._trainer.reward_weights)

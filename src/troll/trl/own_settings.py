@@ -46,7 +46,7 @@ def number(default: float | None, takes: str) -> Any:
         The field, for the body of a dataclass: `threshold: float = number(0.1, "finite and above 0")`.
 
     Raises:
-        ValueError: If there is no such range.
+        ValueError: If the range is unknown.
     """
     check_choice("takes", takes, RANGES)
     return field(default=default, metadata={"takes": takes})
@@ -62,7 +62,7 @@ def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
         owner: The part, for errors, such as "surrogate 'kl_penalty'".
 
     Raises:
-        ValueError: If `given` is no dictionary, or has an unknown field or a value that its field does not take.
+        ValueError: If `given` is not a dictionary, or has an unknown field or a value that its field does not take.
     """
     if not isinstance(given, dict | None):
         raise ValueError(f"{name} must be a JSON object, got {given!r}")

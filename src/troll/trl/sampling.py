@@ -42,7 +42,7 @@ _INERT = """
 #: among them, since TRL's call of `generate` fails with either.
 INERT = frozenset(_INERT.split())
 
-#: The values, besides None, with which other settings do not change it; the first one is named in errors.
+#: The values of other settings, apart from None, that do not change it; the first one is named in errors.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "repetition_penalty": (1.0,),

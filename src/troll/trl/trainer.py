@@ -151,7 +151,7 @@ class TrollTrainer(GRPOTrainer):
         self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self)
-        #: What sets the learning rate in a training with a `kl_target`; None for the scheduler alone.
+        #: Sets the learning rate in a training with a `kl_target`; None for the scheduler only.
         self.kl_target_rate: KLTargetRate | None = None
         #: The (N, F) rewards of the current rollout, of all processes.
         self.rollout_rewards = torch.empty(0)

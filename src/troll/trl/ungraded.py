@@ -133,7 +133,7 @@ class UngradedFilter:
             self._in_doubt |= self._trouble
 
     def left_nothing(self) -> bool:
-        """Whether the current update has no token in any process's loss, after completions could not be judged."""
+        """Whether the current update has no tokens in the loss, on any process, since nothing could be judged."""
         tokens, in_doubt = self._tokens, self._in_doubt
         self.start()
         return in_doubt and not self._accelerator.reduce(tokens, reduction="sum")

@@ -8,7 +8,7 @@ dual            the multiplier of each token, by Newton's method
 constraint      tokens that share one multiplier
 step            one optimisation step: the new policy is read, projected, and reduced to a few numbers per token
 loss            the loss of these numbers
-paper           the paper's own step, to be compared with
+paper           the paper's own step, for comparison
 metrics         sums over micro-batches and processes; diagnostics: measurements made once in many steps
 policy/         policies as values: sparse, packed, or on a given support
 reading/        from logits or an LM head to a policy, tile by tile

@@ -65,7 +65,7 @@ class Constraint:
         expectation is the divergence between the two policies' sequences.
 
         Raises:
-            ValueError: On a mask that is not (B, T), or an unknown reduction.
+            ValueError: If the mask is not (B, T), or the reduction is unknown.
         """
         if mask.dim() != 2:
             raise ValueError(f"mask must be (B, T), got {tuple(mask.shape)}")

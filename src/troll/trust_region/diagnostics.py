@@ -2,7 +2,7 @@
 
 These are pure functions without gradient, to be called once in many steps. The reports return a `Tally` of 0-d tensors,
 which adds up across micro-batches and processes. Values outside the mask do not matter, NaN included, and tokens whose
-logits are no distribution are left out.
+logits are not a distribution are left out.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
         `Σ_t r − 1 − log r`.
 
     Raises:
-        ValueError: On tensors of different shapes, or that are not (B, T).
+        ValueError: If the tensors differ in shape, or are not (B, T).
     """
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got {shape_text(mask.shape)}")
     check_mask_fits(mask, token_kl=token_kl, log_ratio=log_ratio)
-    # A row with a token that is no distribution has no divergence: it becomes NaN, and is left out.
+    # A row with an invalid token has no divergence: it becomes NaN, and is left out.
     token_kl, log_ratio = (torch.where(mask.bool(), as_float(x), 0.0) for x in (token_kl, log_ratio))
     estimates = {
         "sequence_kl": token_kl,
@@ -60,7 +60,7 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
 
 
 class TailGap(NamedTuple):
-    """What [tail_gap][troll.diagnostics.tail_gap] returns, each (...), in nats."""
+    """The result of [tail_gap][troll.diagnostics.tail_gap], each (...), in nats."""
 
     gap: Tensor
     bound: Tensor
@@ -82,14 +82,14 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
 
     Args:
         new_logits: (..., V), the network's logits now.
-        old_logits: (..., V), the logits from which the policy was captured, or their log-probabilities.
+        old_logits: (..., V), the logits that the policy was captured from, or their log-probabilities.
         old: p on its support, at the same positions (...).
 
     Returns:
-        `gap`, the last term of the chain rule, and `bound`, the most that these tail masses allow; in nats, each (...).
+        `gap`, the last term of the chain rule, and `bound`, its upper bound for these tail masses; in nats, each (...).
 
     Raises:
-        ValueError: On shapes that do not fit.
+        ValueError: If shapes do not fit.
     """
     for name, logits in (("new_logits", new_logits), ("old_logits", old_logits)):
         check_shape(name, logits, (*old.shape, old.vocab_size))
@@ -115,7 +115,7 @@ def outside_support(old: SparsePolicy) -> Tensor:
 
 @torch.no_grad()
 def tail_report(gap: TailGap, mask: Tensor) -> Tally:
-    """Reports the part of KL(p̃ ‖ p) that is missed on the K + 1 outcomes.
+    """Reports the part of KL(p̃ ‖ p) that the K + 1 outcomes miss.
 
     Args:
         gap: From [tail_gap][troll.diagnostics.tail_gap], (...).
@@ -180,7 +180,7 @@ def dual_report(
         `|KL(q ‖ p)/ε − 1|`.
 
     Raises:
-        ValueError: On positions that are not those of the mask, or ε ≤ 0.
+        ValueError: If the positions are not those of the mask, or ε ≤ 0.
     """
     check_mask_fits(mask, new=new.tail_logit, old=old.tail_log_prob)
     counts = mask.bool()
@@ -271,7 +271,7 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
     """The text of a warning if K is too small for the distributions, or None.
 
     The bucket does not see changes within the tail, and the share of KL(p̃ ‖ p) that it misses is usually about the
-    tail's mass: docs/diagnostics.md has figures. A tail above δ is no reason for a warning: most tokens of a small
+    tail's mass: docs/diagnostics.md has figures. A tail above δ is not worth a warning: most tokens of a small
     model have one.
 
     Args:
@@ -279,10 +279,10 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
             [coverage][troll.diagnostics.coverage].
         top_k: K of the capture.
         threshold: The largest mass without a warning, in [0, 1).
-        setting: The name of the setting by which users get a larger K; the warning names it.
+        setting: The name of the setting for a larger K; the warning names it.
 
     Raises:
-        ValueError: On a threshold out of its range.
+        ValueError: If the threshold is out of its range.
     """
     if not 0 <= threshold < 1:
         raise ValueError(f"threshold must be in [0, 1), got {threshold}")

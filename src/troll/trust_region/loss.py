@@ -48,7 +48,7 @@ def troll_loss(
             None for the tokens of the mask.
 
     Returns:
-        The loss, a scalar, and metrics of the trust region by name, 0-d tensors. There is no host sync.
+        The loss, a scalar, and metrics of the trust region by name, 0-d tensors; without a host sync.
 
     Raises:
         ValueError: If shapes do not fit, a name is unknown, α < 0, `max_length` or `num_tokens` is missing or not used,

@@ -68,8 +68,8 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
         The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`
         (η, the mean over the projected tokens); where old policies are truncated, `kept_mass`, the mean of the new
         policy's mass on the kept set; the maxima `kl_before_max` and `kl_after_max`; and `nonfinite`, the
-        number of tokens whose logits are no distribution. These are left out of all others, and so are the other tokens
-        of their group where tokens share a multiplier, since they have no projection.
+        number of tokens whose logits are not a distribution. The other metrics leave these out, and also the rest of
+        their group where tokens share a multiplier, since the group has no projection.
     """
     counts, dtype = mask.bool(), step.kl_before.dtype
     nonfinite = counts & ~step.kl_before.isfinite()

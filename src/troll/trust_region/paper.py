@@ -1,10 +1,10 @@
-"""The paper's own step, as its code computes it: to be compared with, and used by nothing else.
+"""The paper's own step, as its code computes it: for comparison only.
 
 It differs from [trust_region_step][troll.trust_region_step] in three ways:
 
 - The policies are compared on the union of both supports, and each token outside of it has probability 1e-12, whatever
-  mass is there. Where policies are peaked, this makes no difference. Where they are flat, it sees divergences that do
-  not exist: with half of the mass outside, a divergence of 0.001 nats can look like 0.15.
+  its mass. Where policies are peaked, this makes no difference. Where they are flat, it sees divergences that do not
+  exist: with half of the mass outside, a divergence of 0.001 nats can look like 0.15.
 - The multiplier is found by n-ary bracketing on a log scale within [1e-7, 1e2].
 - The ratio is that of the floored policies, also for a sampled token below the floor.
 """
@@ -29,7 +29,7 @@ BRACKET_ROUNDS = 20
 
 
 def paper_step(logits: Tensor, old: SparsePolicy, kl_bound: float | Tensor = 0.05) -> TrustRegionStep:
-    """Computes the ratio of each sampled token, and the pull, in the way of the paper's code.
+    """Computes the ratio of each sampled token, and the pull, as the paper's code does.
 
     Args:
         logits: The new policy, (..., V), aligned with the tokens and divided by the sampling temperature.
@@ -37,7 +37,7 @@ def paper_step(logits: Tensor, old: SparsePolicy, kl_bound: float | Tensor = 0.0
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...).
 
     Returns:
-        The step, differentiable in the logits as `trust_region_step`'s is. NaN where logits are no distribution.
+        The step, differentiable in the logits as `trust_region_step`'s is. NaN where logits are not a distribution.
 
     Raises:
         ValueError: If positions or vocabulary do not fit, ε ≤ 0, or the old policy is truncated.
@@ -52,7 +52,8 @@ def paper_step(logits: Tensor, old: SparsePolicy, kl_bound: float | Tensor = 0.0
     raw = whole.gather(-1, ids.clamp(min=0))
     log_old = torch.nn.functional.pad(old.log_probs.to(raw), (0, ids.shape[-1] - old.top_k), value=-torch.inf)
 
-    # The rest is one more outcome, of 1e-12 for each of its tokens. NaN has to remain in a row that is no distribution.
+    # The rest is one more outcome, of 1e-12 for each of its tokens. NaN has to remain in a row that is not a
+    # distribution.
     outside = (logits.shape[-1] - (ids >= 0).sum(-1, keepdim=True)).to(raw.dtype).log() + LOG_FLOOR
     present = torch.cat([ids >= 0, outside > -torch.inf], -1)
     log_new, log_old = (

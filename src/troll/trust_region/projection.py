@@ -33,7 +33,7 @@ class Projection:
     """The result of [project][troll.project], for token positions (...).
 
     Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are those of their
-    group. If a token of positive weight is no distribution, `log_probs` and `kl_after` of the whole group are NaN.
+    group. If a token of positive weight is not a distribution, `log_probs` and `kl_after` of the whole group are NaN.
 
     Attributes:
         log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
@@ -142,7 +142,7 @@ class TokenProjection(NamedTuple):
     row_index: Tensor
     """The indices of the projected tokens, (N',)."""
     broken: Tensor
-    """(N,) bool: the tokens without a projection, because they or others of their group are no distributions."""
+    """(N,) bool: the tokens without a projection, because they or others of their group are not distributions."""
     multiplier: Tensor
     kl_before: Tensor
     kl_after: Tensor
@@ -195,10 +195,10 @@ def project_tokens(
 def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, log_probs: Tensor) -> Tensor:
     """ε at the token positions `shape`, without gradient, in the dtype and on the device of `log_probs`.
 
-    There is no host sync: a bound on a GPU that is not above 0 becomes NaN.
+    It needs no host sync: a bound on a GPU that is not above 0 becomes NaN.
 
     Raises:
-        ValueError: On ε ≤ 0 or NaN, or a tensor that does not broadcast.
+        ValueError: If ε is NaN or not above 0, or a tensor does not broadcast.
     """
     if isinstance(kl_bound, Tensor):
         bound = kl_bound.detach().to(log_probs)
@@ -228,7 +228,7 @@ class OutsideBall(NamedTuple):
     constraint: Constraint | None
     """The constraint on these tokens and groups only."""
     broken: Tensor
-    """(N,) bool: the tokens without a projection, since they, or others of their group, are no distributions."""
+    """(N,) bool: the tokens without a projection, because they or others of their group are not distributions."""
 
     def curve(self, log_p: Tensor, s: Tensor) -> TokenCurve:
         """The roots' KL(τ), from the log-probabilities and `s = log p̃ − log p` of these tokens, (N', M)."""
@@ -245,7 +245,7 @@ def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None
     group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
     groups = (kl > group_bound).nonzero().squeeze(-1)
     row_index, projected = constraint.narrowed(groups)
-    finite = ~kl_before[row_index].isnan()  # in a projected group, a token that is no distribution has no weight
+    finite = ~kl_before[row_index].isnan()  # in a projected group, an invalid token has no weight
     broken = kl_before.isnan() | kl.isnan()[constraint.group]
     return OutsideBall(row_index[finite], group_bound[groups].to(bound.dtype), projected[finite], broken)
 

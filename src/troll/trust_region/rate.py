@@ -34,9 +34,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: p, the power of the walk with which the KL grows.
+#: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
-#: The search begins at this part of `learning_rate`, and goes no farther from there than by this factor.
+#: The search begins at this part of `learning_rate`, and stays within this factor of it.
 START, RANGE = 0.01, 1e6
 #: How much the rate may grow in an update: usually; if the KL at the present rate is below a part of the wanted one;
 #: and if all that is known is a bound of the KL.
@@ -45,8 +45,8 @@ GROWTH, FAR_GROWTH, BOUND_GROWTH = 1.25, ((1 / 1000, 10.0), (1 / 16, 2.0)), 2.0
 REACHED_GROWTH = 10.0
 #: The fewest measurements to average. Where a rollout has two updates, only one of them is a measurement.
 FEWEST = 4
-#: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it is no rise. It is
-#: judged while the KL is between two parts of the wanted one: smaller KLs may be rounding.
+#: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
+#: rise. It is judged while the KL is between two parts of the wanted one: smaller KLs may be rounding.
 LEAST_RISE, JUDGED = 0.25, (1 / 1000, 3 / 4)
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
@@ -57,7 +57,7 @@ LEAST_KL = 1e-9
 
 
 def wanted_kl(target: float, age: float, last_age: int) -> float:
-    """W(a) in nats, the KL that is wanted of an update whose rollout is `age` updates old."""
+    """W(a) in nats, the wanted KL of an update whose rollout is `age` updates old."""
     return target * math.sqrt(last_age / 7) * (age / last_age) ** EXPONENT
 
 
@@ -68,7 +68,7 @@ def far_growth(ratio: float) -> float:
 
 
 def walk_of(rates: Sequence[float], age: float) -> float:
-    """The sum of the last `age` rates, the first of them in part if age is no integer; 0 if they are not all known."""
+    """The sum of the last `age` rates, the first of them in part if age is not an integer; 0 if not all are known."""
     count = math.ceil(age)
     if not 0 < count <= len(rates):
         return 0.0
@@ -82,7 +82,7 @@ def mean(values: Sequence[float]) -> float:
 
 @dataclass
 class _State:
-    """What a resumed run continues with, in types that JSON has."""
+    """The state with which a resumed run continues, in JSON's types."""
 
     #: The rate of the last update, before the schedule.
     rate: float
@@ -125,7 +125,7 @@ class KLTarget:
     Args:
         kl: T > 0, the wanted mean KL(p̃ ‖ p) over tokens, in nats, in the last of eight updates on a rollout. If a
             rollout's last update has age A instead of 7, √(A/7) times as much is wanted there.
-        updates_per_rollout: U ≥ 1, the updates on one rollout; at least 2 if there is no staleness.
+        updates_per_rollout: U ≥ 1, the updates on one rollout; at least 2 if `staleness` is 0.
         learning_rate: The search begins at a hundredth of it: a first rate that is too high can ruin the policy, and
             one that is too low costs a rollout or two.
         staleness: The number of updates between the sampling of a rollout and its first update, as in asynchronous
@@ -133,7 +133,7 @@ class KLTarget:
         warn: Takes the text of each warning; None for `warnings.warn`.
 
     Raises:
-        ValueError: If a number is out of its range, or `updates_per_rollout` is 1 and there is no staleness.
+        ValueError: If a number is out of its range, or `updates_per_rollout` is 1 and `staleness` 0.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class KLTarget:
         return self._state.rate
 
     def wanted(self, age: float) -> float:
-        """The KL in nats that is wanted of an update whose rollout is `age` updates old."""
+        """The wanted KL, in nats, of an update whose rollout is `age` updates old."""
         return wanted_kl(self.kl, age, self.last_age)
 
     def update(

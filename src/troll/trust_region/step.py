@@ -38,9 +38,9 @@ class TrustRegionStep:
             projected); or, with the proximal pull, KL(p ‖ p̃). With a truncated old policy, the sum of the pull on the
             kept set and the pull of the kept set's mass.
         log_prob: log p̃(o) of the sampled token under the network's policy, differentiable; over the whole vocabulary,
-            also with a truncated old policy: subtract `kept_log_mass` to compare it with the old `log_prob`.
-        kl_before: KL(p̃ ‖ p). Where the logits are no distribution this is NaN, like all other fields except
-            `projected`.
+            even with a truncated old policy: subtract `kept_log_mass` to compare it with the old `log_prob`.
+        kl_before: KL(p̃ ‖ p). Where the logits are not a distribution, this and all other fields except `projected`
+            are NaN.
         kl_after: KL(q ‖ p): ε where projected, to the precision of the search. Where tokens share a constraint, the
             bound is on their weighted sum.
         multiplier: η; 0 where not projected.
@@ -95,8 +95,8 @@ def trust_region_step(
         pull: The form of `step.regression`: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only;
             or "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With an infinite
             bound nothing is projected, and the proximal pull is a KL penalty.
-        entropy: Whether the step's `entropy` is computed. It is ignored for a policy that has been read, which has an
-            entropy or none.
+        entropy: Whether the step's `entropy` is computed. It is ignored for a policy that has been read, which has its
+            own entropy or none.
 
     Raises:
         ValueError: If the positions, the vocabulary or the temperature do not fit, ε ≤ 0, or `pull` is unknown.

@@ -231,7 +231,7 @@ def _step_gradient_kernel(
     # No gradient flows through a floored entry.
     free = present & (new_raw >= LOG_FLOOR)
     outside, root = tl.load(projected + row), tl.load(tau + row)
-    whole = root == root  # else the token is no distribution, and has no gradient
+    whole = root == root  # else the token is not a distribution, and has no gradient
 
     # The gradient of the log-ratio is τ at s_o, which is raw, and of A(τ) at the floored outcomes.
     pulled = tl.zeros([OUTCOMES], tl.float32)

@@ -20,7 +20,7 @@ from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
 
 logger = logging.getLogger(__name__)
 
-#: The devices for which the engines are registered: those for which verl, or a plug-in of it, has a platform.
+#: The devices that the engines are registered for: those with a platform in verl, or in a plug-in of it.
 DEVICES = ("cuda", "npu", "xpu", "cpu")
 
 

@@ -139,7 +139,7 @@ def language_model(model: Any) -> GPTModel:
     model = unwrap_model(model)
     model = getattr(model, "language_model", model)
     if not isinstance(model, GPTModel):
-        raise ValueError(f"the model is no GPTModel of Megatron, but {type(model).__name__}")
+        raise ValueError(f"the model is not a GPTModel of Megatron, but {type(model).__name__}")
     return model
 
 

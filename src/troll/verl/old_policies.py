@@ -152,7 +152,7 @@ def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> P
         truncated: Whether the rollout used truncated sampling.
 
     Raises:
-        ValueError: If there are no records, or they are damaged, of other tokens, or of policies of the other kind.
+        ValueError: If records are missing, damaged, of other tokens, or of policies of the other kind.
     """
     responses = data["responses"].values()
     policy = from_records([record.to(responses.device) for record in _records(data, vocab_size, truncated)])

@@ -73,7 +73,7 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
         The policy, (N,): the positions of all records one after another.
 
     Raises:
-        ValueError: If there are no records, one of them is cut short, of another layout or not a record, or they are on
+        ValueError: If `records` is empty, one of them is cut short, of another layout or not a record, or they are on
             several devices or were captured differently.
     """
     if not records:
@@ -91,8 +91,8 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     for index, (record, (layout, positions, slots, *_)) in enumerate(zip(records, headers, strict=True)):
         if layout != _FORMAT:
             raise ValueError(
-                f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is no "
-                "record of old policies, or of another version"
+                f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is "
+                "not a record of old policies, or is of another version"
             )
         words = HEADER + 3 * positions + 2 * slots
         if record.numel() != words:

@@ -155,7 +155,7 @@ class Turn:
     record: Tensor
 
 
-#: Replaces the record of a response without a reported token, since buffers do not like empty tensors.
+#: Replaces the record of a response without a reported token, since buffers may refuse empty tensors.
 NO_RECORD = torch.zeros(1, dtype=torch.int32)
 
 

@@ -42,7 +42,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖
             p̃), at every token.
         regression_weight: α ≥ 0, the weight of the pull.
-        top_k: K, the tokens of the old policy that are kept at most.
+        top_k: K, the largest number of tokens of the old policy to keep.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         constraint: The tokens that share one multiplier: with "token", each has its own; with "sequence", those of a
             sequence.
@@ -115,11 +115,11 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         return None if kept.keeps_all else kept
 
     def _check_sampling(self) -> None:
-        """Refuses settings with which the rollout would draw from another policy than the old one."""
+        """Refuses settings that would make the rollout draw from another policy than the old one."""
         if not self.rollout_temperature >= LOWEST_TEMPERATURE:
             raise ValueError(
-                f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, below which vLLM does not sample at "
-                f"it, got {self.rollout_temperature}"
+                f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, the lowest that vLLM samples "
+                f"at, got {self.rollout_temperature}"
             )
         if self.rollout_repetition_penalty != 1:
             raise ValueError(
@@ -193,7 +193,7 @@ class _TrollActor:
     ppo_epochs: int
     ppo_mini_batch_size: int
 
-    #: The values of `strategy` for which there is an engine.
+    #: The values of `strategy` that have an engine.
     strategies: tuple[str, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class TrollFSDPActorConfig(_TrollActor, FSDPActorConfig):
     """verl's FSDP actor, with the engine that captures and projects; `actor_rollout_ref.actor`.
 
     Raises:
-        ValueError: If there are no logits to project with these settings; says what to set instead.
+        ValueError: If these settings leave no logits to project; says what to set instead.
     """
 
     strategies = ("fsdp", "fsdp2")
@@ -247,7 +247,7 @@ class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
     """verl's Megatron actor, with the engine that captures and projects; `actor_rollout_ref.actor`.
 
     Raises:
-        ValueError: If there are no logits to project with these settings; says what to set instead.
+        ValueError: If these settings leave no logits to project; says what to set instead.
     """
 
     strategies = ("megatron",)

@@ -107,7 +107,7 @@ class EpisodicConfig:
                 raise ValueError(f"{name} must be a multiple of num_envs={self.num_envs}, got {getattr(self, name)}")
 
     def settings(self) -> dict[str, Any]:
-        """The settings that a run records: all except those of how it was started."""
+        """The settings that a run records: all except how it was started."""
         names = [field.name for field in fields(self) if field.name != "resume_from_checkpoint"]
         return {name: getattr(self, name) for name in names}
 

@@ -47,7 +47,7 @@ class Critic(nn.Module):
 
 
 class Learner:
-    """The networks with their optimisers, and one update of both by a rollout.
+    """The networks with their optimisers, and one update of both with a rollout.
 
     Args:
         config: The run's settings.
@@ -71,7 +71,7 @@ class Learner:
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_learning_rate)
 
     def update(self, rollout: Rollout, generator: torch.Generator) -> dict[str, float]:
-        """Updates policy and critic by a rollout of the current policy.
+        """Updates policy and critic with a rollout of the current policy.
 
         Args:
             rollout: B episodes.

@@ -1,4 +1,4 @@
-r"""Probabilistic dynamic movement primitives: trajectories that start where the robot is, and linear in their weights.
+r"""Probabilistic dynamic movement primitives: trajectories that start at the robot and are linear in their weights.
 
 A dynamic movement primitive (arXiv 2210.01531) is a damped spring with the rest position g, its goal, and a driving
 force,

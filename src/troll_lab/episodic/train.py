@@ -230,7 +230,7 @@ def _check_folder(config: EpisodicConfig, folder: Path) -> None:
     if not config.resume_from_checkpoint:
         if (folder / CHECKPOINT).is_file():
             raise ValueError(
-                f"output_dir {folder} holds a run: choose another with --output_dir, or go on with it with "
+                f"output_dir {folder} holds a run: choose another with --output_dir, or continue it with "
                 "--resume_from_checkpoint"
             )
         return

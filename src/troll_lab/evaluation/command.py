@@ -25,7 +25,7 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
     of the chat template. The command overrides single options and variables; null removes one.
 
     Raises:
-        EvaluationError: If there is no task, options do not fit each other, or a value is out of its range.
+        EvaluationError: If a task is missing, options do not fit each other, or a value is out of its range.
         troll_lab.tasks.TaskError: If options that are JSON objects are something else, or `eval_size` is below one.
     """
     names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])
@@ -85,7 +85,7 @@ def as_in_training(config: EvaluationConfig, trained: TrainingTask) -> str | Non
 
 
 def other_prompts(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
-    """A line for each task on which the evaluation prompts the model differently from its training."""
+    """A line for each task whose prompts differ from those of the model's training."""
     lines = []
     variables = _differences("chat_template_kwargs", trained.chat_template_kwargs, config.chat_template_kwargs)
     for task in config.tasks:
@@ -121,7 +121,7 @@ def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[st
     """An option's values by task: `TASK=VALUE` for each, or only one value if there is one task.
 
     Raises:
-        EvaluationError: If a value belongs to no task, or a task has two.
+        EvaluationError: If a value does not belong to a task, or a task has two.
     """
     found: dict[str, str] = {}
     for value in values:
@@ -129,7 +129,7 @@ def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[st
         names = sorted((name for name in tasks if value.startswith(f"{name}=")), key=len)
         if not names and (len(tasks) > 1 or len(values) > 1):
             example = " ".join(f"{name}=..." for name in tasks)
-            raise EvaluationError(f"{option} {value} belongs to no task: write --{option} {example}")
+            raise EvaluationError(f"{option} {value} does not belong to a task: write --{option} {example}")
         name, given = (names[-1], value[len(names[-1]) + 1 :]) if names else (tasks[0], value)
         if name in found:
             raise EvaluationError(f"{option} is given twice for {name}: leave one out")

@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class EvaluationError(UsageError):
-    """An evaluation that cannot be made."""
+    """An evaluation that is not possible with its settings."""
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,14 @@ def task_estimates(
     """Estimates a model's performance on a task from n completions of each of N problems.
 
     Completions that could not be judged are left out. A problem counts with its other completions, and does not count
-    in a pass@k with k above their number. A metric for which no problem has enough completions is missing.
+    in a pass@k with k above their number. If no problem has enough completions for a metric, it is missing.
 
     Args:
         verdicts: For each of N problems, the verdicts of its n completions.
         ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
         questions: The question of each problem, which a generator of tasks may repeat; None if all are different.
         same: Whether two different answers count as one in a majority vote, such as
-            `troll.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
+            `troll.grading.Grader.same_answer`; None for no vote, where answers cannot be compared.
 
     Returns:
         By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,
@@ -51,7 +51,7 @@ def task_estimates(
         most frequent answer is right. Each with its interval over questions.
 
     Raises:
-        ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
+        ValueError: If problems or completions are missing, problems have different numbers of completions, or a k is
             below 1 or above n.
     """
     counts = sorted({len(problem) for problem in verdicts})
@@ -143,7 +143,7 @@ def majority_vote(answers: Sequence[str | None], successes: Sequence[bool], same
         same: Whether two different answers count as one; None for equality of strings.
 
     Returns:
-        A value in [0, 1]; 0 if there is no vote.
+        A value in [0, 1]; 0 without any votes.
 
     Raises:
         ValueError: If there are not as many answers as successes.
@@ -210,7 +210,7 @@ def clustered_interval(values: Sequence[float], samples: int, questions: Sequenc
         The interval's lower and upper end, both in [0, 1].
 
     Raises:
-        ValueError: If there is no value, or not one question for each value.
+        ValueError: If `values` is empty, or there is not one question for each value.
     """
     if not values:
         raise ValueError("an interval needs at least one problem")

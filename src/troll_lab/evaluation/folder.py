@@ -33,7 +33,7 @@ def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any])
     Args:
         folder: The folder: new, empty, or of an evaluation with the same settings.
         settings: The settings that all tasks share, as JSON.
-        tasks: The settings of each task by name. Some may be new to the folder, and some left out.
+        tasks: The settings of each task by name: some may be new to the folder, and some of the folder's missing.
 
     Raises:
         EvaluationError: If the folder cannot be used, holds something else or other settings, or is in use.

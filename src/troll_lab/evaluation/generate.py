@@ -77,10 +77,10 @@ class TransformersGenerator:
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
         self.model, self.tokenizer, self.sampling = model.eval(), tokenizer, sampling
         self.end_ids = _end_ids(model, tokenizer)
-        # Padding is masked; any id does that the model has a row for, and some tokenizers' own has none.
+        # Padding is masked, so any id with a row in the embedding will do; the pad token of some tokenizers has none.
         ids = (tokenizer.pad_token_id, *self.end_ids, 0)
         self.pad_id = next(each for each in ids if each is not None and each < embedding_rows(model))
-        # Otherwise the model's own file would set temperature, penalties and the like where they are not set here.
+        # Otherwise the model's own file would set temperature, penalties and others that are not set here.
         model.generation_config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,
@@ -153,7 +153,7 @@ class InverseSampling(LogitsProcessor):
         self.uniform = self.uniform.to(scores.device)
         cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
         place = self.uniform[:, input_ids.shape[1] - self.prompt_length].unsqueeze(1) * cumulative[:, -1:]
-        # The first entry above the number, which is never a token without probability.
+        # The first entry above the number: its token always has a probability above 0.
         chosen = torch.searchsorted(cumulative, place, right=True).clamp(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)  # type: ignore[return-value]
 

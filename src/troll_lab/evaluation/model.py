@@ -30,7 +30,7 @@ class ModelSource:
 
     Attributes:
         name: The name on the hub, or the folder.
-        path: What is loaded: the name or the folder; of an adapter on the hub, the folder to which it was downloaded.
+        path: What is loaded: the name or the folder; for an adapter on the hub, the folder with its download.
         base: For an adapter, the model that it changes; otherwise the same as `path`.
         adapter_rank: The rank of a LoRA adapter; None for a whole model.
         context: The number of tokens that the model takes at once; None if its configuration does not say.
@@ -51,7 +51,7 @@ class ModelSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments with which transformers loads any part of the model."""
+        """The arguments for transformers to load any part of the model."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
@@ -65,7 +65,7 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
         trust_remote_code: Whether the model's own code may run.
 
     Raises:
-        EvaluationError: If there is no such model, or a revision is given for a folder.
+        EvaluationError: If the model does not exist, or a revision is given for a folder.
     """
     folder = Path(name_or_path).expanduser()
     if revision is not None and folder.is_dir():
@@ -170,7 +170,7 @@ def _with_adapter(source: ModelSource, dtype: str) -> Any:
 
 
 def fingerprint(content: Any) -> str:
-    """A short hash of anything that JSON can hold; other values, such as dates, count by their text."""
+    """A short hash of anything that JSON can hold; other values, such as dates, are hashed as text."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -48,7 +48,7 @@ class Problems:
         return self.reward.same_answer if isinstance(self.reward, Grader) and self.reward.votes else None
 
     def check_ids(self, rows: int, tokenizer: Any) -> None:
-        """Raises EvaluationError if a prompt has a token for which the model's embedding, of so many rows, has none."""
+        """Raises EvaluationError if a prompt has a token outside the model's embedding of `rows` rows."""
         for row, ids in enumerate(self.ids):
             if max(ids) >= rows:
                 raise EvaluationError(

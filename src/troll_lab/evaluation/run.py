@@ -131,7 +131,7 @@ class _Evaluation:
             if unscored := result.get("unscored"):
                 say(
                     self.console,
-                    f"{name}: {unscored} of {result['completions']} completions could not be judged, and do not count; "
+                    f"{name}: {unscored} of {result['completions']} completions could not be judged and do not count; "
                     "the same command judges them again",
                 )
         say(self.console, f"results {self.folder / RESULTS}")

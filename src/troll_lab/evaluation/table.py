@@ -67,7 +67,7 @@ class CompletionProgress:
         console: The console to show it on.
         name: The name of the task.
         total: The number of all completions.
-        records: The records that exist already.
+        records: The records from an earlier command.
     """
 
     def __init__(self, console: Console, name: str, total: int, records: Sequence[Record]) -> None:

@@ -12,7 +12,7 @@ from troll_lab.evaluation.config import EvaluationError
 from troll_lab.evaluation.generate import Generation, Sampling
 from troll_lab.evaluation.model import ModelSource
 
-# The ranks for which vLLM has kernels; a smaller adapter runs with the next larger rank.
+# The ranks that vLLM has kernels for; a smaller adapter runs with the next larger rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _LORA_WEIGHTS = (".lora_A.weight", ".lora_B.weight")
@@ -54,7 +54,7 @@ class VllmGenerator:
         source: The model. An adapter is applied to its base by vLLM.
         sampling: The sampling settings.
         dtype: The dtype for `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
-        context: The number of tokens of the longest prompt with its completion, for which vLLM keeps memory.
+        context: The number of tokens of the longest prompt with its completion; vLLM reserves memory for it.
 
     Raises:
         EvaluationError: If vLLM does not take adapters of this rank.
@@ -108,6 +108,6 @@ def _supported_rank(rank: int) -> int:
     larger = next((each for each in _LORA_RANKS if each >= rank), None)
     if larger is None:
         raise EvaluationError(
-            f"vLLM takes adapters of rank {_LORA_RANKS[-1]} at most, got {rank}: use --backend transformers"
+            f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, got {rank}: use --backend transformers"
         )
     return larger

@@ -35,7 +35,7 @@ COLOURS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _DASHES = ("-", (0, (5, 2.5)), (0, (1.5, 1.5)), (0, (6, 4, 1.5, 4)), (0, (3, 3)), (0, (1, 3)))
 _LEGEND_STYLES = ("solid", "dashed", "dotted", "dashed", "dashed", "dotted")
 
-#: The style of every figure. The style "default", which comes first, undoes all that a user's matplotlibrc changes.
+#: The style of every figure. The style "default", which comes first, undoes every change of a user's matplotlibrc.
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.5,
@@ -148,7 +148,7 @@ def format_values(axis: Axis, percent: bool, unit: str = " %", sign: bool = Fals
     Args:
         axis: The axis.
         percent: Whether its values are shares.
-        unit: What follows a share.
+        unit: The text after a share.
         sign: Whether positive values show their sign.
     """
 

@@ -1,4 +1,4 @@
-"""A page from its template: one HTML file without any other.
+"""A page from its template: a single HTML file that needs no other.
 
 Styles and figures are inline, so a page opens offline, by mail and on a phone, in the reader's light or dark theme.
 Jinja2 escapes every text that a template is given.
@@ -59,7 +59,7 @@ def render(template: str, folder: Path = _TEMPLATES, **values: Any) -> str:
     Args:
         template: The name of its file; it extends `base.html`, and finds the macros in `macros.html`.
         folder: The folder of the file, if it is not one of this package's.
-        values: What the template names.
+        values: The values that the template names.
     """
     environment = Environment(
         loader=FileSystemLoader([folder, _TEMPLATES]),

@@ -91,7 +91,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def _headline(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template's headline names: successes or rewards, the effort, and intervals of the successes."""
+    """The values in the template's headline: successes or rewards, the effort, and intervals of the successes."""
     success = {when: number(summary.get(f"success_{when}"), SHARE) for when in ("before", "after")}
     rewards = [number(summary.get(f"reward_{when}")) for when in ("before", "after")]
     shown_rewards = ["not measured" if reward is None else f"{reward:.3g}" for reward in rewards]
@@ -171,7 +171,7 @@ def _note(chart: Chart, rows: Rows) -> str:
     for key, label in chart.lines.items():
         if key.startswith(CONDITIONING):
             both = pd.concat([metric(rows, key), metric(rows, GRADIENT_NORM)], axis=1, join="inner")
-            if len(both) > 2 and all(changes(both[column]) for column in both):  # else there is no correlation
+            if len(both) > 2 and all(changes(both[column]) for column in both):  # else nothing can correlate
                 correlation = both.corr(method="spearman").iloc[0, 1]
                 shown = f"{correlation:+.2f}".replace("-", "−")
                 notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")

@@ -1,7 +1,7 @@
 """Rewards that can be checked: mathematical answers, programs by their tests, and the form of an answer.
 
 `MathGrader` and `CodeGrader` are reward functions with TRL's signature. Their method `grade` returns more than a
-number: the share that is right, the answer that was read, and the reason. Importing this package starts no process and
+number: the score, the answer that was read, and the reason. Importing this package starts no process and
 loads nothing: each name is imported when it is first used. So the processes that compare mathematical answers, whose
 code is in this package too, need not load torch.
 """

@@ -81,7 +81,7 @@ def program_among(fenced: Iterable[tuple[str, str]], names: Sequence[str], whole
 
 
 def _likely(blocks: Sequence[str], whole: bool) -> str:
-    """The longest block; for a whole program, the last of those that run something and print, and that reads input."""
+    """The longest block; for a whole program, the last that reads input, of those that act and print, if any."""
     if whole:
         for runs in (lambda block: any(map(_acts, _items(block))), _READS.search, _PRINTS.search):
             blocks = [block for block in blocks if runs(block)] or blocks
@@ -135,7 +135,7 @@ def _names_of(item: str) -> list[str]:
 
 
 def _acts(item: str) -> bool:
-    """Whether a statement does more than to prepare, to define, to import, or to name a function or a constant."""
+    """Whether a statement does more than prepare, define, import, or name a function or a constant."""
     if assigned := _ASSIGNED.match(item):
         return not _MAKERS.issuperset(_NAME.findall(_ASIDE.sub("", assigned[2]).partition("lambda")[0]))
     prepares = ("sys.setrecursionlimit(", "threading.stack_size(", "from ", "import ", '"""', "'''", "#")

@@ -44,8 +44,8 @@ class CodeGrader(Grader):
     programs once.
 
     A failure of the machine (no memory, no process, no server) is never a verdict. The affected programs run again
-    after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that in all this time gets too
-    little CPU time to finish counts as over its time limit: `while True` in a program must not end a training run. One
+    after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that gets too little CPU time
+    to finish in all this time counts as over its time limit: `while True` in a program must not end a training run. One
     that is killed four times in tests of its functions fails.
 
     A grader can be pickled and survives a fork: the processes of a pool make their own sandboxes.
@@ -106,18 +106,18 @@ class CodeGrader(Grader):
         prefix: Sequence[str | None] | None = None,
         **columns: Any,
     ) -> list[Verdict]:
-        """Judges completions. Ctrl-C kills the programs that run.
+        """Judges completions. Ctrl-C kills the running programs.
 
         Args:
             completions: B texts, as the model wrote them. The program is a fenced block of Python, with the definitions
-                that it needs from other blocks, or the whole text if there is no block.
+                that it needs from other blocks, or the whole text if it has no blocks.
             tests: B texts in a form of [parse_tests][troll_lab.rewards.parse_tests].
-            prefix: B texts that a completion may continue instead of repeating; None or empty if there is none.
+            prefix: B texts that a completion may continue instead of repeating; None or empty for none.
             **columns: Unused; the data set's other columns.
 
         Returns:
             B verdicts. `score` is 0.0 or 1.0, or with `partial_credit` the share of passed tests; it is None if the
-            program could not be tested. `reason` is the reason of the first failing test.
+            program could not be tested. `reason` is that of the first failing test.
 
         Raises:
             ValueError: If `tests` does not fit; the message names the row.
@@ -244,7 +244,7 @@ def compute_score(
 
     Raises:
         SandboxError: If no sandbox can start here, or the program could not be tested; the message names the cause.
-            verl has no row without a score.
+            verl needs a score in every row.
         ValueError: If `ground_truth` does not hold tests.
     """
     prefix = (extra_info or {}).get("prefix")

@@ -88,7 +88,7 @@ def _named(nodes: Iterable[ast.AST], names: set[str]) -> list[str]:
 
 
 def _root(node: ast.AST) -> str | None:
-    """The name with which an expression of attributes and calls begins."""
+    """The name at the start of an expression of attributes and calls."""
     while isinstance(node, ast.Attribute | ast.Call):
         node = node.value if isinstance(node, ast.Attribute) else node.func
     return node.id if isinstance(node, ast.Name) else None

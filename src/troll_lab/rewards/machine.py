@@ -41,7 +41,7 @@ def local_ranks(environment: Mapping[str, str]) -> int:
 
 
 def cores(root: Path) -> int:
-    """The CPU cores that this process may use: those it may run on, or fewer by the quota of its control group."""
+    """The CPU cores that this process may use: those it may run on, or fewer if its control group has a quota."""
     quotas = [tuple(text.split()) for text in _group_files(root, "", "cpu.max")]
     quotas += zip(
         _group_files(root, "cpu", "cpu.cfs_quota_us"), _group_files(root, "cpu", "cpu.cfs_period_us"), strict=False
@@ -56,7 +56,7 @@ def cores(root: Path) -> int:
 
 
 def memory_limit(root: Path) -> int | None:
-    """The memory that this process may use, in bytes: the machine's, or less by its control group; None if unknown."""
+    """The bytes of memory that this process may use: the machine's, or less by its control group; None if unknown."""
     limits = [*_group_files(root, "", "memory.max"), *_group_files(root, "memory", "memory.limit_in_bytes")]
     found = [int(text) for text in limits if text != "max"]
     with contextlib.suppress(OSError):
@@ -68,8 +68,8 @@ def memory_limit(root: Path) -> int | None:
 def control_groups(root: Path, controller: str) -> list[Path]:
     """The folders of this process's control group and of those around it, the innermost first; empty if there is none.
 
-    A container may see its own group only as the root, the last one. Version 2 of control groups has no name for the
-    controller: it is empty.
+    A container may see its own group only as the root, the last one. In version 2 of control groups, `controller` is
+    empty.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

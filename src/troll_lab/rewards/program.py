@@ -104,7 +104,7 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     Args:
         completion: The text of the completion, as the model wrote it.
         tests: The tests of the task.
-        prefix: The code with which the prompt ended.
+        prefix: The code at the end of the prompt.
 
     Returns:
         The program, with line feeds for line ends; None if there is none, or if the text after thinking and the prefix

@@ -10,7 +10,7 @@ class Style:
 
     Attributes:
         words: The number of words that a completion should have, at least 1.
-        tolerance: The largest difference from `words` with which a completion is a success, at least 0.
+        tolerance: The largest difference from `words` that still is a success, at least 0.
 
     Raises:
         ValueError: If one of them is out of its range.

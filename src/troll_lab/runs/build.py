@@ -131,7 +131,7 @@ def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | Pro
         raise _missing_model(model_path) from error
 
 
-#: The name of the model that `make smollm2` brings, on the hub and in its folder.
+#: The name of the model that `make smollm2` fetches, on the hub and in its folder.
 _SMOLLM2 = "SmolLM2-135M-Instruct"
 
 

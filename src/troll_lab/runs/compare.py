@@ -29,7 +29,7 @@ from troll_lab.runs.slots import Slot, environments, gpus
 from troll_lab.terminal import say
 from troll_lab.trl.checkpoints import newest_complete
 
-#: The lock that a comparison and its runs hold as long as any of them lives.
+#: The lock that a comparison and its runs hold until the last of them ends.
 LOCK = "compare.lock"
 _POLL_SECONDS = 0.25
 _LOG_LINES = 5
@@ -178,7 +178,7 @@ def _run_all(
 
 
 def _checkpoint(output: Path, console: Console) -> Path | None:
-    """The checkpoint from which a run resumes. Without one, its files are deleted: a run starts in an empty folder."""
+    """The checkpoint to resume a run from. Without one, its files are deleted: a run starts in an empty folder."""
     checkpoint, passed_over = newest_complete(output)
     if checkpoint is None and output.exists():
         reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())

@@ -34,7 +34,7 @@ def estimate_text(estimate: SeedMean, measure: Measure, seeds: str = "") -> str:
 
 
 def difference(estimate: SeedMean, measure: Measure) -> str:
-    """A difference with its interval, or with a word on why there is none, and the number of seeds."""
+    """A difference with its interval, or the reason why it has none, and the number of seeds."""
     shown = f"{plain_difference(estimate, measure)} ({estimate.size})"
     if not is_constant(estimate):
         return shown
@@ -50,7 +50,7 @@ def plain_difference(estimate: SeedMean, measure: Measure) -> str:
 
 
 def is_constant(estimate: SeedMean) -> bool:
-    """Whether several seeds have the same value, so that there is no interval."""
+    """Whether several seeds have the same value, which leaves no interval."""
     return estimate.spread is not None and estimate.spread < _ROUNDING
 
 
@@ -60,7 +60,7 @@ def interval_of(estimate: SeedMean) -> Interval | None:
 
 
 def result_interval(estimate: SeedMean, measure: Measure) -> Interval | None:
-    """The interval of a result, with the part of a success's that Student's t puts below 0 % or above 100 % cut off."""
+    """The interval of a result; for a success, cut off at 0 % and 100 %, which Student's t can exceed."""
     interval = interval_of(estimate)
     if interval is None or measure == "reward":
         return interval
@@ -90,7 +90,7 @@ def console_table(comparison: Comparison) -> Table:
     for surrogate in comparison.surrogates:
         table.add_column(surrogate, justify="right")
     for name, texts in _rows(comparison):
-        table.add_row(Text(name), *texts)  # as text, since a path in square brackets is no markup
+        table.add_row(Text(name), *texts)  # as text, since a path in square brackets is not markup
     return table
 
 

@@ -30,8 +30,8 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
     It is None for a new run. A folder that does not exist is made.
 
     Raises:
-        RecipeError: If the folder cannot be used or is not empty, or a resumed run has other settings than before or no
-            complete checkpoint.
+        RecipeError: If the folder cannot be used or is not empty, or a resumed run has other settings than before or
+            lacks a complete checkpoint.
     """
     resume = recipe.training.resume_from_checkpoint
     try:
@@ -46,7 +46,7 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
         return None
     check_same_run(recipes.plain(recipe), folder, _may_change)
     try:
-        if str(resume) in ("last", "true", "True"):  # in YAML, true is no text
+        if str(resume) in ("last", "true", "True"):  # YAML reads true as a boolean
             last_checkpoint(folder)
             return True
         check_complete(Path(resume))
@@ -117,12 +117,12 @@ def claim(
 
 
 def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """The settings of the recorded runs by name; empty if there is no manifest yet."""
+    """The settings of the recorded runs by name; empty before the manifest is written."""
     manifest = folder / MANIFEST
     try:
         recorded: Any = read_json(manifest).get("runs") if manifest.is_file() else {}
     except ValueError as error:
         raise RecipeError(str(error)) from error
     if not isinstance(recorded, dict) or not all(isinstance(settings, dict) for settings in recorded.values()):
-        raise RecipeError(f"{manifest} is no manifest of a comparison: {_CHOOSE}")
+        raise RecipeError(f"{manifest} is not the manifest of a comparison: {_CHOOSE}")
     return recorded

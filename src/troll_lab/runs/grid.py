@@ -125,7 +125,7 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
         raise RecipeError("--resume_from_checkpoint is for troll train: a comparison resumes by itself")
     for name, values in axes.items():
         if name in recipes.LISTS and len(values) > 1:
-            raise RecipeError(f"--{name} takes a list, of which a command has one value at most: write it in a recipe")
+            raise RecipeError(f"--{name} takes a list, and a command can give it only one value: write it in a recipe")
     planned: dict[str, PlannedRun] = {}
     same: dict[str, str] = {}  # settings to the name of the run that has them
     points = [(name, *point) for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
@@ -134,7 +134,7 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
         overrides = _overrides(assignment)
         recipe = recipes.load(recipe_name, overrides)
         name = "-".join([recipe.name, *labels])
-        if name in planned:  # recipes of one file name, or values that differ in signs a folder cannot have
+        if name in planned:  # recipes with the same file name, or values that differ in characters a folder cannot have
             name += "-" + hashlib.sha256(json.dumps([recipe_name, overrides]).encode()).hexdigest()[:8]
         planned[name] = PlannedRun(name, recipe, assignment)
         settings = json.dumps(planned[name].settings, sort_keys=True)
@@ -147,7 +147,7 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
 def _points(recipe_name: str, axes: Axes) -> Iterator[tuple[Assignment, list[str]]]:
     """The assignments of a recipe's runs, each with the parts of its name."""
     fields, grid = recipes.read(recipe_name)
-    # Which surrogates there are decides which runs there are.
+    # The surrogates decide which runs there are.
     recipes.load_plugins(recipes.find(recipe_name), fields.get(recipes.PLUGINS, []), axes.get(recipes.PLUGINS))
     own_axes = {name: [recipes.as_argument(value) for value in values] for name, values in grid.items()}
     given_values: dict[str, Sequence[str]] = own_axes | dict(axes)

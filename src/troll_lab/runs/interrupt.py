@@ -37,7 +37,7 @@ class StopAfterRollout(TrainerCallback):
     def listening(self) -> Iterator[None]:
         """Takes the first Ctrl-C within the context; the second raises KeyboardInterrupt, as without it.
 
-        Other threads than the main one get no signals, and whoever has a handler of SIGINT keeps it.
+        Does nothing outside the main thread, the only one to get signals, or if SIGINT has another handler already.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -53,7 +53,7 @@ class StopAfterRollout(TrainerCallback):
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(OSError):
-            # `print` may be what the signal has interrupted, and cannot be called again within itself.
+            # The signal may have interrupted `print`, which cannot be called again before it returns.
             os.write(2, _SAID)
 
     def on_step_end(

@@ -28,7 +28,7 @@ from troll_lab.trl.seam import evaluation_order
 
 
 class RunResult:
-    """Writes the files at the end of a run, also if it fails or is interrupted.
+    """Writes the files at the end of a run, even if it fails or is interrupted.
 
     The time of the run starts when this object is made. The commit is read then too, since the checkout may change
     during the run.
@@ -188,7 +188,7 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     except ImportError as error:
         say(console, f"no report: {error}")
     if summary["status"] != "finished":
-        how = "there is no complete checkpoint yet to resume from"
+        how = "it has no complete checkpoint yet to resume from"
         if newest_complete(folder)[0] is not None:
             how = "resume with the same command and --resume_from_checkpoint"
         say(console, f"{summary['status']} at step {summary['steps']}; {how}")

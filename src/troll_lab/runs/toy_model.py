@@ -107,8 +107,8 @@ class WarmUp:
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer of 99 ids: every printable ASCII character, the newline, and three special ones.
 
-    These are padding (on the left), end of sequence, and `<|unknown|>` for characters outside ASCII. Decoding what it
-    encoded gives the text back exactly.
+    These are padding (on the left), end of sequence, and `<|unknown|>` for characters outside ASCII. Decoding an
+    encoded text gives it back exactly.
     """
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -138,7 +138,7 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
         cache_dir: The folder in which models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 
     Raises:
-        TaskError: If the task is another one or unusable, or its `warm_up` is.
+        TaskError: If the task is another one, or the task or its `warm_up` is unusable.
         OSError: If the cache folder cannot be written.
     """
     prefix, _, data_set = task_config.task.partition(":")
@@ -221,7 +221,7 @@ def _train(
             for batch in islice(batches, _CALIBRATION_STEPS):
                 if abs(probability - share) <= _CALIBRATION_TOLERANCE * share:
                     break
-                # Twice the share raises a probability that is too low; no formatted answer lowers one that is too high.
+                # Learning twice the share raises a low probability; learning plain answers only lowers a high one.
                 learn_batch(batch, min(2 * share, 1.0) if probability < share else 0.0)
                 probability = _mean_probability(model, *beginnings)
             result |= {"success": _mean_probability(model, *test), "format_probability": probability}

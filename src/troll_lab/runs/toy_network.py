@@ -39,7 +39,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast, name: str = TOY) -> Qwen3Co
 
     Args:
         tokenizer: The model's tokenizer.
-        name: One of `TOY_MODELS`: a Qwen3, or a Qwen3-MoE with 8 experts, of which 2 read a token.
+        name: One of `TOY_MODELS`: a Qwen3, or a Qwen3-MoE with 8 experts, 2 for each token.
     """
     shared = {
         "vocab_size": len(tokenizer),

@@ -32,11 +32,11 @@ class TextWarmUp:
     It ends once the loss on text that the model does not learn from has risen, or after `max_steps`.
 
     Attributes:
-        vocab_size: The word-pieces at most; the text may have fewer.
+        vocab_size: The largest number of word-pieces; the text may have fewer.
         batch_size: The rows of a step. A row begins at a sentence and ends with its paragraph, or after `max_length`.
-        max_length: The tokens of a row at most.
+        max_length: The largest number of tokens of a row.
         learning_rate: The learning rate, constant after a linear rise over the first `rise_steps`.
-        test_size: The rows of a test of the loss, at most.
+        test_size: The largest number of rows of a test of the loss.
         test_every: The steps between two tests.
     """
 

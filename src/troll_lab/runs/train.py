@@ -42,7 +42,7 @@ SHOWN = (
 
 
 def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
-    """Trains by the recipe of a name or path, with the fields that follow it on the command line.
+    """Trains by a recipe, given by name or path, with the fields that follow it on the command line.
 
     Returns:
         The exit code.
@@ -71,7 +71,7 @@ def train(recipe: Recipe, console: Console) -> bool:
     Raises:
         RecipeError: If another process trains in the folder; and see `troll_lab.runs.build.build`.
         FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
-        NothingJudgedError: If a grader could judge nothing in three rollouts in a row; likewise.
+        NothingJudgedError: If a grader could judge nothing in three rollouts in a row; the folder is as complete.
         troll_lab.tasks.TaskError: See `troll_lab.runs.build.build`.
     """
     folder, holder = Path(recipe.training.output_dir or "trainer_output"), "another troll train"

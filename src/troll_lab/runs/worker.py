@@ -25,7 +25,7 @@ def main() -> None:
     """Imports everything, and serves until stdin ends; with arguments, makes their run in this process."""
     if sys.argv[1:]:
         sys.exit(_train(sys.argv[1:]))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback as long as there is no run to interrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback unless there is a run to interrupt
     if sys.platform == "darwin":  # its frameworks do not survive a fork
         serve(lambda arguments: os.execv(sys.executable, [sys.executable, "-m", "troll_lab.runs.worker", *arguments]))
         return

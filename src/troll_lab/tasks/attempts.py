@@ -12,7 +12,7 @@ from troll_lab.tasks.registry import RewardFunc
 
 
 def overthought(separator: str, right: str, wrong: str, seed: str) -> str:
-    """A text of one to five right attempts, every eighth text after a wrong one; the same for a seed."""
+    """One to five right attempts; every eighth text begins with a wrong one. A seed always gives the same text."""
     draw = random.Random(seed)
     return separator.join([wrong] * (draw.random() < 1 / 8) + [right] * draw.randint(1, 5))
 
@@ -37,7 +37,7 @@ class Redundant:
     """A reward of tokens: -1 for each redundant token, and 0 for the completion as a whole.
 
     Redundant tokens are those between the end of the first right attempt and the end of the text, if the last attempt
-    is right. The end-of-sequence token is needed.
+    is right. The end-of-sequence token is never redundant.
 
     Args:
         separator: The text between two attempts.

@@ -72,7 +72,7 @@ class Report:
 
 
 def check(task: Task, limit: int | None = None, advance: Callable[[int], None] = lambda rows: None) -> Report:
-    """Grades every gold answer of a task against itself, restated and spoiled.
+    """Grades every gold answer of a task against itself: unchanged, restated and spoiled.
 
     Gold answers of mathematics that repeat are graded once.
 
@@ -82,14 +82,14 @@ def check(task: Task, limit: int | None = None, advance: Callable[[int], None] =
         advance: Called with the number of rows that have been graded since the last call.
 
     Raises:
-        TaskError: If the task's reward is neither of mathematics nor of code, or its data set has no solutions.
+        TaskError: If the task is neither mathematics nor code, or its data set has no solutions.
     """
     grader, report = next(iter(task.reward_funcs), None), Report()
     rows = islice(_rows(task), limit)
     if isinstance(grader, MathGrader):
         trials = _of_mathematics(rows, grader)
     elif not isinstance(grader, CodeGrader):
-        raise TaskError(f"task {task.name!r} has a reward of its own; mathematics and code can be checked")
+        raise TaskError(f"task {task.name!r} has a reward of its own; only mathematics and code can be checked")
     elif not any(task.references):
         raise TaskError(f"task {task.name!r} has tests, but no solutions in its data set that could be checked")
     else:
@@ -107,7 +107,7 @@ def check(task: Task, limit: int | None = None, advance: Callable[[int], None] =
 
 
 def size(task: Task, limit: int | None = None) -> int:
-    """Returns the number of rows that `check` takes."""
+    """Returns the number of rows that `check` grades."""
     rows = len(task.train_dataset) + len(task.eval_dataset)
     return rows if limit is None else min(rows, limit)
 
@@ -163,7 +163,7 @@ def restated_program(program: str) -> str:
 
 
 def spoiled_program(program: str) -> str:
-    """Returns the program with functions that return None and no printing; SyntaxError if it is not Python."""
+    """Returns a program whose functions return None and print nothing; raises SyntaxError if it is not Python."""
     return ast.unparse(ast.fix_missing_locations(_Spoil().visit(ast.parse(program))))
 
 

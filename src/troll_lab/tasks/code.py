@@ -111,7 +111,7 @@ def load_code(
 
 
 class _Running:
-    """How the tests of a data set run, by its options, and the warnings about them."""
+    """How the options say to run the tests of a data set, and the warnings about that."""
 
     def __init__(self, options: Options, on_server: bool) -> None:
         self._compare = options.take("compare", one_of(("tokens", "numbers")), "tokens")

@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Kind:
-    """What an option takes.
+    """The kind of value that an option takes.
 
     Attributes:
         words: The end of the sentence "it must be ...".
@@ -148,7 +148,7 @@ class PromptStyle:
     instruction: str
 
     def fill(self, template: str, question: str) -> str:
-        """Returns a template with its placeholders filled. All other braces stay, since mathematics has many."""
+        """Returns a template with its placeholders filled. All other braces stay, since mathematics uses them."""
         values = {"question": question, "instruction": self.instruction}
         return _PLACEHOLDER.sub(lambda found: values[found[1]], template)
 

@@ -78,7 +78,7 @@ def paragraphs(split: Split) -> list[list[str]]:
 
 @functools.cache
 def _prose() -> tuple[str, ...]:
-    """All paragraphs without repetition, each in one line."""
+    """All paragraphs without duplicates, each in one line."""
     found: dict[str, None] = {}  # an ordered set
     for text in (*pydoc_data.topics.topics.values(), *_docstrings()):
         for block in text.split("\n\n"):
@@ -96,7 +96,7 @@ def _docstrings() -> Iterator[str]:
 
 
 def _beginnings(texts: Iterable[list[str]], prompt_words: int) -> list[str]:
-    """The first words of each sentence that has more, without repetition."""
+    """The first words of each longer sentence, without duplicates."""
     sentences = (sentence.split() for sentences in texts for sentence in sentences)
     return list(dict.fromkeys(" ".join(words[:prompt_words]) for words in sentences if len(words) > prompt_words))
 

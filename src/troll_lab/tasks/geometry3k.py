@@ -24,9 +24,9 @@ _PLACEHOLDER = "<image>"
 def load(config: TaskConfig, argument: str = "") -> Task:
     r"""Loads Geometry3K: questions of plane geometry about a diagram, for vision-language models.
 
-    Of local files, parquet keeps the images. Rows have the fields `images`, `problem` and `answer`, and the option
-    `columns` renames them. A training row is dropped only if a held-out row has the same problem *and* the same answer:
-    many diagrams share a text such as "Find x."
+    Local files should be parquet, which holds images. Rows have the fields `images`, `problem` and `answer`, and the
+    option `columns` renames them. A training row is dropped only if a held-out row has the same problem *and* the same
+    answer: many diagrams share a text such as "Find x."
 
     Raises:
         TaskError: If the data cannot be reached or read, or a row lacks its images, its problem or its answer.

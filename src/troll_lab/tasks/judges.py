@@ -1,4 +1,4 @@
-"""Who judges the answers to each data set of reasoning-gym: its own verifier, a comparison of texts, or nobody."""
+"""How answers to each data set of reasoning-gym are judged: by its own verifier, by comparing texts, or not at all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from troll_lab.tasks.registry import TaskError
 
 
 class Judge(Enum):
-    """Who judges the answers to a data set's questions.
+    """How answers to a data set's questions are judged.
 
-    `VERIFIER` is the data set's own verifier. It has been shown to give its full score to right answers only, to
-    ignore no words, and to end on any text. `TEXT` compares an answer with the data set's own, where that is the only
+    `VERIFIER` is the data set's own verifier. It has been shown to give its full score only to right answers, not to
+    ignore words, and to finish on any text. `TEXT` compares an answer with the data set's own, where that is the only
     right answer in the form that the question asks for or shows.
     """
 
@@ -19,7 +19,7 @@ class Judge(Enum):
     TEXT = "text"
 
 
-#: Who judges each data set of reasoning-gym 0.1.25, or the reason why it is refused. A comment says why the text is
+#: How each data set of reasoning-gym 0.1.25 is judged, or the reason why it is refused. A comment says why the text is
 #: compared although the data set has a verifier that does more than this.
 JUDGES: dict[str, Judge | str] = {
     "ab": Judge.TEXT,
@@ -33,32 +33,32 @@ JUDGES: dict[str, Judge | str] = {
     "bf": Judge.TEXT,
     "binary_alternation": Judge.TEXT,
     "binary_matrix": Judge.TEXT,  # its verifier evaluates the answer as Python code
-    "bitwise_arithmetic": Judge.TEXT,  # its verifier also takes decimals, where hexadecimals are asked for
+    "bitwise_arithmetic": Judge.TEXT,  # its verifier also accepts decimals, where hexadecimals are asked for
     "boxnet": "its verifier lets a plan move the targets to the boxes",
     "caesar_cipher": Judge.TEXT,
-    "calendar_arithmetic": Judge.TEXT,  # its verifier pays for neighbours of a negative number
+    "calendar_arithmetic": Judge.TEXT,  # its verifier rewards neighbours of a negative number
     "chain_sum": Judge.VERIFIER,
     "circuit_logic": Judge.TEXT,
     "codeio": "its verifier takes minutes for nested JSON, and several answers are right",
-    "coin_flip": "its verifier pays for 0 where the probability is small, and no form of a probability is asked for",
+    "coin_flip": "its verifier rewards 0 where the probability is small, and no form of a probability is asked for",
     "color_cube_rotation": Judge.VERIFIER,
-    "complex_arithmetic": "its verifier pays for nan, and no number of decimals is asked for",
+    "complex_arithmetic": "its verifier rewards nan, and no number of decimals is asked for",
     "composite": "it mixes other data sets, each of which is judged in its own way",
     "count_bits": Judge.TEXT,
     "count_primes": Judge.TEXT,
     "countdown": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
     "course_schedule": Judge.TEXT,
     "cryptarithm": "its verifier reads only the last of several digits for a letter",
-    "decimal_arithmetic": "its verifier pays for answers that are only near, and its own are rounded at every step",
+    "decimal_arithmetic": "its verifier rewards answers that are only near, and its own are rounded at every step",
     "decimal_chain_sum": Judge.VERIFIER,
-    "dice": Judge.TEXT,  # its verifier takes a number that is cut in two lines
+    "dice": Judge.TEXT,  # its verifier accepts a number that is split over two lines
     "emoji_mystery": Judge.TEXT,
     "family_relationships": Judge.VERIFIER,
-    "figlet_font": Judge.TEXT,  # its verifier pays for more letters after a long word
-    "fraction_simplification": Judge.TEXT,  # its verifier pays for any text around the fraction
+    "figlet_font": Judge.TEXT,  # its verifier rewards extra letters after a long word
+    "fraction_simplification": Judge.TEXT,  # its verifier rewards any text around the fraction
     "futoshiki": Judge.VERIFIER,
-    "game_of_life": Judge.TEXT,  # its verifier pays for more rows and cells
-    "game_of_life_halting": Judge.TEXT,  # its verifier pays for any text
+    "game_of_life": Judge.TEXT,  # its verifier rewards extra rows and cells
+    "game_of_life_halting": Judge.TEXT,  # its verifier rewards any text
     "gcd": Judge.TEXT,
     "graph_color": "its verifier reads only the last of several colours for a vertex",
     "group_anagrams": "its verifier reads only the names in an object that stands for a group",
@@ -75,7 +75,7 @@ JUDGES: dict[str, Judge | str] = {
     "lcm": Judge.TEXT,
     "leg_counting": Judge.TEXT,
     "letter_counting": Judge.TEXT,
-    "letter_jumble": Judge.TEXT,  # its verifier pays for more words after the sentence
+    "letter_jumble": Judge.TEXT,  # its verifier rewards extra words after the sentence
     "list_functions": Judge.TEXT,
     "mahjong_puzzle": Judge.TEXT,
     "manipulate_matrix": Judge.VERIFIER,
@@ -85,9 +85,9 @@ JUDGES: dict[str, Judge | str] = {
     "n_queens": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
     "needle_haystack": Judge.VERIFIER,
     "number_filtering": Judge.TEXT,
-    "number_format": "its verifier pays for neighbouring numbers, and no format of the number is asked for",
+    "number_format": "its verifier rewards neighbouring numbers, and no format of the number is asked for",
     "number_sequence": Judge.TEXT,
-    "number_sorting": Judge.TEXT,  # its verifier pays for neighbouring numbers, and for nan
+    "number_sorting": Judge.TEXT,  # its verifier rewards neighbouring numbers and nan
     "palindrome_generation": Judge.VERIFIER,
     "palindrome_partitioning": "its verifier reads only the names in an object that stands for a partition",
     "path_star": Judge.VERIFIER,
@@ -95,11 +95,11 @@ JUDGES: dict[str, Judge | str] = {
     "polynomial_multiplication": (
         "its verifier evaluates the answer as Python code, and an answer can be written in many ways"
     ),
-    "pool_matrix": "its verifier pays for an error of one percent, and a number can be written in several ways",
+    "pool_matrix": "its verifier rewards an error of one percent, and a number can be written in several ways",
     "power_function": Judge.VERIFIER,
     "prime_factorization": Judge.VERIFIER,
     "products": Judge.VERIFIER,
-    "propositional_logic": "its verifier can take minutes, and pays for a copy of a premise",
+    "propositional_logic": "its verifier can take minutes, and rewards a copy of a premise",
     "puzzle24": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
     "quantum_lock": "its verifier reads the letters A, B and C of any words, and there are several solutions",
     "ransom_note": Judge.TEXT,
@@ -116,7 +116,7 @@ JUDGES: dict[str, Judge | str] = {
     "simple_geometry": Judge.TEXT,
     "simple_integration": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
     "sokoban": "its verifier skips what is not a move, and there are many solutions",
-    "spell_backward": Judge.TEXT,  # its verifier pays for more letters after the word
+    "spell_backward": Judge.TEXT,  # its verifier rewards extra letters after the word
     "spiral_matrix": Judge.TEXT,  # its verifier evaluates the answer as Python code
     "string_insertion": Judge.TEXT,  # its verifier evaluates the answer as Python code
     "string_manipulation": Judge.TEXT,
@@ -130,18 +130,18 @@ JUDGES: dict[str, Judge | str] = {
     "tsumego": Judge.VERIFIER,
     "word_ladder": Judge.VERIFIER,
     "word_sequence_reversal": Judge.TEXT,
-    "word_sorting": Judge.TEXT,  # its verifier pays for more words after the list
+    "word_sorting": Judge.TEXT,  # its verifier rewards extra words after the list
     "zebra_puzzles": Judge.VERIFIER,
 }
 
 
 def judge_of(data_set: str) -> Judge:
-    """Who judges the answers to a data set's questions.
+    """How answers to a data set's questions are judged.
 
     Raises:
-        TaskError: If the data set is refused. So is each that `JUDGES` does not name.
+        TaskError: If the data set is refused, or `JUDGES` does not name it.
     """
-    judge = JUDGES.get(data_set, "nobody has checked yet whether its verifier pays for right answers only")
+    judge = JUDGES.get(data_set, "nobody has checked yet that its verifier rewards only right answers")
     if isinstance(judge, Judge):
         return judge
     raise TaskError(

@@ -110,7 +110,7 @@ def decontaminate(task: Task, others: Sequence[Task]) -> Task:
     names = [each.short_name for each in (task, *others)]
     for name in names:
         if names.count(name) > 1:
-            raise TaskError(f"task {name!r} is there twice: name each of eval_tasks once, without the task itself")
+            raise TaskError(f"task {name!r} occurs twice: name each of eval_tasks once, without the task itself")
     for other in others:
         if not other.has_success:
             raise TaskError(f"task {other.name!r} cannot be judged with others: it has no reward named 'success'")
@@ -268,7 +268,7 @@ def _yaml_source(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source
     )
     if not local.exists():
         if "eval_dataset" in fields:
-            raise TaskError(f"{path}: eval_dataset goes with a local dataset, and there is no {local}")
+            raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
         if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in (".json", ".jsonl", ".parquet"):
             raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
         return None, source
@@ -287,7 +287,7 @@ def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Ca
         *others: Other possible values of the field, for errors.
 
     Raises:
-        TaskError: If there is no such function, or its file or module cannot be imported.
+        TaskError: If the function does not exist, or its file or module cannot be imported.
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():

@@ -13,7 +13,7 @@ def load(config: TaskConfig, hub_name: str) -> Task:
     out. They come from the hub, e.g. from `trl-lib/ultrafeedback-prompt`, or without a name from `config.dataset_path`.
 
     Raises:
-        TaskError: If there is no reward model, the data cannot be read, or a row has no such prompt.
+        TaskError: If the reward model is missing, the data cannot be read, or a row has no such prompt.
     """
     if config.reward_model is None:
         raise TaskError(f"task {config.task!r} has no reward of its own: name a reward model with --reward_model")

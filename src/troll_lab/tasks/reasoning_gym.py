@@ -143,7 +143,7 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
     Raises:
         TaskError: If the data set or an option is unknown, refused or unusable, or if the split holds hardly any
-            question.
+            questions.
     """
     template = TEXT.checked("prompt", options.get("prompt", "{question}"))
     answer_format = _ANSWER_FORMAT.checked("answer_format", options.get("answer_format", PLAIN))
@@ -209,7 +209,7 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
 
 
 def _rewards(verifier: Any, asked: list[Question]) -> list[RewardFunc]:
-    """The rewards of right answers in the format, of any answers in the format, and of right answers in any form."""
+    """The rewards for right answers in the format, for any answers in the format, and for right answers in any form."""
 
     def in_format(completion: Any, index: int) -> str | None:
         return _unwrapped(_answer(completion), asked[index].answer_format)
@@ -245,7 +245,7 @@ def _answer(completion: Any) -> str:
 
 
 def _unwrapped(text: str, answer_format: str) -> str | None:
-    """The answer in a text that has the format; None if it has not."""
+    """The answer in a text that has the format; None if the text does not have it."""
     before, after = answer_format.split(PLAIN)
     if len(text) < len(before) + len(after) or not (text.startswith(before) and text.endswith(after)):
         return None

@@ -46,7 +46,7 @@ class TaskConfig:
         reward_model: Name or path of a sequence classifier trained on preferences, whose score is added to the task's
             rewards.
         train_size: Number of training prompts, at least 1. Default: all rows of a data set, 4096 of a generator.
-        eval_size: Number of held-out prompts at most, at least 1; a data set may have fewer. None (in YAML, null) is
+        eval_size: Largest number of held-out prompts, at least 1; a data set may have fewer. None (in YAML, null) is
             all of them, or 256 if the last rows of one file are held out.
         eval_tasks: Other tasks to evaluate on as well, each a name, or `name=path` for local data, e.g.
             `aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and
@@ -99,7 +99,7 @@ class Task:
     """A data set, its prompts and its reward under one name.
 
     Attributes:
-        name: The name by which the task was loaded.
+        name: The name that the task was loaded by.
         train_dataset: Rows with a column `prompt` and the columns that the rewards read; empty for a benchmark.
         eval_dataset: Held-out rows with the same columns; shares no prompt with `train_dataset`.
         reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. If the task can
@@ -221,7 +221,7 @@ def is_file(task: str) -> bool:
 
 
 def least_train_size(task: str) -> int | None:
-    """The `train_size` for a task that is only evaluated, so that no training rows are read or generated for nothing.
+    """The `train_size` for a task that is only evaluated, so that no training rows are read or generated needlessly.
 
     None for a file, which is loaded as for training, since its held-out rows may depend on the size.
     """

@@ -1,7 +1,7 @@
-"""The rows of a data set: read from a file or the hub, divided into those to train on and to evaluate on, and read.
+"""The rows of a data set: loaded from a file or the hub, divided into training and held-out rows, and read.
 
-`read_splits` is the way in. It returns `Rows`, whose method `read` yields a `Row` for each: its fields by the task's
-names for them, as texts. Numbers are read with all the digits that are written.
+`read_splits` is the way in. It returns `Rows`, whose method `read` yields a `Row` for each. A `Row` returns its fields
+by the task's names for them, as texts. Numbers keep all the digits that are written.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from troll_lab.values import unique_keys
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _NO_SPACE = re.compile(r"\S")
 
-#: The digits up to which every Python makes an int of a text.
+#: The number of digits up to which every Python converts a text to an int.
 _LONGEST_INT = 640
 
-#: The whole numbers from which on a float skips some, by the type of its column.
+#: Above these numbers, by the type of their column, floats skip whole numbers.
 _SKIPS = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 #: Types of values that cannot be answers, in words.
@@ -55,7 +55,7 @@ class Source:
         config: Its configuration, if it has several.
         train: The split to train on; None for a benchmark.
         held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
-        only: A column and the value that rows of the task have in it; ignored if there is no such column.
+        only: A column and the value that rows of the task have in it; ignored where that column is missing.
         held_out_file: A local file with the rows to evaluate on, if another file has those to train on.
     """
 
@@ -185,8 +185,8 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON file, which stand one after another, or in a list.
 
     `datasets` has a reader too, but it changes answers: numbers of a column with one fraction become 64-bit floats, and
-    texts such as "2024-05-01" points in time. Here a number is an int, or a float if that is what is written, to the
-    last digit; otherwise a Decimal.
+    texts such as "2024-05-01" points in time. Here a number is an int, a float if that keeps every digit, or else a
+    Decimal.
 
     Raises:
         ValueError: If the file holds anything else.
@@ -212,7 +212,7 @@ def _number(text: str) -> float | Decimal:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line: the readers of `datasets` raise many classes with long messages; the cause is clearer."""
+    """An error in one line: the readers of `datasets` raise many classes with long messages, whose cause is clearer."""
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error}"
     return (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]
@@ -238,8 +238,8 @@ class Rows:
 
     Attributes:
         records: The rows themselves: those of a JSON file as Python's values.
-        features: The columns of the file by their names, nested ones in dictionaries of their own: of a JSON file with
-            None as their types.
+        features: The types of the file's columns by name, with nested columns in nested dictionaries. In a JSON file,
+            every type is None.
         numbers: The place of each row in the file, counted from 0.
         split: `train` or `test`.
         origin: The path of the file, or the name on the hub.
@@ -255,7 +255,7 @@ class Rows:
         return len(self.numbers)
 
     def values(self, column: str) -> list[Any]:
-        """Returns the values of a column; none if there is no such column."""
+        """Returns the values of a column; none if the column is missing."""
         if column not in self.features:
             return []
         if isinstance(self.records, Dataset):
@@ -338,7 +338,7 @@ def _type(features: Any, name: str) -> str:
 
 
 class UnfitColumn(TaskError):
-    """An answer of a wrong type, as probably all of its column are: leaving out rows would not help."""
+    """An answer of a wrong type. Probably the whole column has it, so leaving out rows would not help."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ class Row:
         """Returns the answer in a field as text: 27.0 as `27`, 0.1 as `0.1`, and long numbers as they are written.
 
         Raises:
-            UnfitColumn: If it is a truth value, a date or a time, bytes, a list or another value that holds several,
+            UnfitColumn: If it is a boolean, a date or a time, bytes, a list or another value that holds several,
                 the number of a class, or a number that its column has rounded.
             TaskError: If there is none.
         """

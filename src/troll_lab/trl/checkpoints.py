@@ -68,7 +68,7 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
 def check_complete(checkpoint: Path) -> None:
     """Raises ValueError if a checkpoint is incomplete.
 
-    The error names the defect, the one to take instead, and how to resume from it nevertheless if it was complete once.
+    The error names the defect, a checkpoint to take instead, and how to resume from this one if it once was complete.
     """
     lacks, was_complete = _judge(checkpoint)
     if lacks is None:
@@ -160,7 +160,7 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path.parent} has no {path.name}: it is no checkpoint of {run}, or save_only_model was set"
+            f"{path.parent} has no {path.name}: it is not a checkpoint of {run}, or save_only_model was set"
         )
     return torch.load(path, map_location="cpu", weights_only=True)
 

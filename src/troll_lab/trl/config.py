@@ -75,7 +75,7 @@ class LabConfig(TrollConfig):
             `num_generations_eval=1`. Default: as in training.
 
     Raises:
-        ValueError: On a value out of its range, or settings that exclude each other; the message names both.
+        ValueError: If a value is out of its range, or settings exclude each other; the message names both.
     """
 
     _VALID_DICT_FIELDS = [*TrollConfig._VALID_DICT_FIELDS, "critic_kwargs"]  # noqa: RUF012 (a field, if annotated)
@@ -114,7 +114,7 @@ class LabConfig(TrollConfig):
             self._check_resampling()
         elif self.resampling_right_share:
             raise ValueError(
-                f"resampling_right_share={self.resampling_right_share} is of groups that resampling would replace: set "
+                f"resampling_right_share={self.resampling_right_share} has no effect without resampling: set "
                 "resampling_rounds above 0, or leave it out"
             )
 
@@ -131,7 +131,7 @@ class LabConfig(TrollConfig):
                 "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
                 f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        # With a delay, the training model samples and scores: there are no reports of an engine.
+        # With a delay, the training model samples and scores, and an engine reports nothing.
         if self.anchor == "rollout" and not self.rollout_delay:
             raise ValueError(
                 "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "

@@ -29,7 +29,7 @@ class Conversation:
         prompt_ids: The token ids of the prompt, (P,).
         completion_ids: The token ids of the completion, (T,), at least one.
         env_mask: 1 for the tokens that the policy chose, (T,); None if it chose all.
-        logprobs: The engine's log-probabilities of the completion's tokens, (T,); None if there is no engine.
+        logprobs: The engine's log-probabilities of the completion's tokens, (T,); None without an engine.
     """
 
     prompt_ids: list[int]
@@ -199,7 +199,7 @@ def _refuse(trainer: Any, images: bool) -> None:
         raise ValueError(f"rollout_func cannot return {EARLIER} where the data have images: leave one of them out")
     if trainer.critic is not None:
         raise ValueError(
-            f'advantage_estimator="gae" takes no {EARLIER} of rollout_func: its critic knows no value between '
+            f'advantage_estimator="gae" takes no {EARLIER} of rollout_func: its critic has no values between '
             "conversations; choose group, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"
         )
     estimator = trainer.args.own_estimator

@@ -130,7 +130,7 @@ class Critic:
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> Tensor:
         with self.accelerator.autocast():
             output = self.model(input_ids=input_ids, attention_mask=attention_mask)
-        # Before the token, not at it: a value that depends on the action is no baseline.
+        # Before the token, not at it: a value that depends on the action cannot be a baseline.
         return output.logits[:, -completion_length - 1 : -1, 0].float()
 
     # Training
@@ -230,7 +230,7 @@ class Critic:
         They go into one file of the folder, `CRITIC_FILE`, atomically. Every process has to call it.
         """
         weights, optimizer = get_model_state_dict(self.model, options=_OPTIONS), None
-        if self.steps:  # before, there is no state, and asking torch for it would make one
+        if self.steps:  # before, it has no state, and asking torch for it would make one
             optimizer = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_OPTIONS)
         if self.accelerator.is_main_process:
             save_state({"weights": weights, "optimizer": optimizer, "steps": self.steps}, Path(folder, CRITIC_FILE))

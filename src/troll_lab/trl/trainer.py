@@ -62,7 +62,7 @@ class LabTrainer(TrollTrainer):
         self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
-        #: What has a file of its own in a checkpoint.
+        #: The parts that have a file of their own in a checkpoint.
         self.saved_parts = [each for each in (self.critic, self.rollout_weights, self.resampling) if each is not None]
         #: From `checkpoints.resolved`: the checkpoint to resume from, if any, and the defects of newer ones.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}

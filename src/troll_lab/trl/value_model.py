@@ -40,7 +40,7 @@ class ValueHead(nn.Linear):
         """Sets all weights to zero, so that values start at 0, and the first updates are those of REINFORCE.
 
         A random head would add noise to the values. The gradient of a head of zeros is that of a linear regression, so
-        the head is no longer zero after the first step, and the backbone learns from the second step on.
+        the head is nonzero after the first step, and the backbone learns from the second step on.
         """
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)

@@ -3,7 +3,7 @@
 Arguments: the name of the script, the size of the work folder in bytes (0: there is one already), a descriptor that
 bubblewrap has left open (-1: none), the process that must be its parent (0: any), and the script's own arguments.
 Bubblewrap leaves this process the capabilities to mount the folder and to change the user. It drops them before any
-code of a program's is here.
+code of a program arrives.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Runs inside the sandbox: a program whose functions are called. Its tests and expected values are elsewhere.
 
 Standard input is the channel to the judge; standard output reports that the sandbox has started. The program shares
-this process and can fake every answer, so the judge takes an answer for nothing more than that.
+this process and can fake every answer, so the judge trusts none.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Tests:
                 return
 
     def _attempt(self, action: Any) -> str | None:
-        """The reason of a failure, None for a pass. A test that catches the end of its program has failed."""
+        """The reason for a failure, None for a pass. A test that catches the end of its program has failed."""
         try:
             action()
         except Closed:

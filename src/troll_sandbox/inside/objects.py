@@ -3,13 +3,13 @@
 The expected values are plain data of the tests. These rules prevent an object from falsely passing as an expected
 value:
 
-- An object never equals plain data, and is never above or below it.
+- An object never equals plain data, and is never greater or less than it.
 - The program compares two of its objects. It could return plain data to the same effect, except for an object that
   equals everything. So what two equal objects hold has to agree.
 - An object can be turned into plain data: the program could have returned that.
 - An operator between an object and plain data shows the program that data, so it could answer "no difference" to any
   expected value. Therefore the tests must have made the object by calling a name that is written like a class, and the
-  result is *mixed*: it has attributes and equality, but is no number, text or container.
+  result is *mixed*: it has attributes and equality, but is not a number, text or container.
 - A method may always return True: the tests chose to trust it. But the method has to exist under its name. The result
   of a function has no methods if it has an attribute of any name, as with `__getattr__`.
 """
@@ -131,7 +131,7 @@ class _Types(type):
         if len(args) != 1 or kwargs or not is_object(args[0]):
             return type(*args, **kwargs)
         found = ask(args[0], "type")
-        return found if is_object(found) else ProgramObject  # it is of no builtin type, although it may say so
+        return found if is_object(found) else ProgramObject  # its type is not builtin, even if it claims to be
 
     def __instancecheck__(cls, thing: object) -> bool:
         return isinstance(thing, type)

@@ -85,7 +85,7 @@ def _module(name: str) -> dict[str, Any]:
 
 
 def _failure(action: Callable[[], object]) -> str | None:
-    """The reason of a failure, in a few words; None for a pass."""
+    """The reason for a failure, in a few words; None for a pass."""
     try:
         action()
     except AssertionError:

@@ -44,7 +44,7 @@ class Peer:
         """Asks for an operation, and serves the other side's requests until the answer arrives.
 
         Raises:
-            Closed: There is no answer.
+            Closed: No answer came.
             BaseException: The operation raised it: a builtin exception, or the twin of an exception of the other side,
                 which inherits from the same builtin exceptions. `remote` is its text for a report.
         """

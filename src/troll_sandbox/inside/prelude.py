@@ -52,7 +52,7 @@ def execute(source: str, name: str, space: dict[str, Any], provided: bool) -> No
 
 
 def _found(source: str) -> Iterator[tuple[str, Any]]:
-    """The provided names that a program uses, and neither it nor Python defines."""
+    """The provided names that a program uses and that neither it nor Python defines."""
     waiting = [_symtable.symtable(source, "", "exec")]
     defined = {name for name, flags in waiting[0].symbols.items() if flags & _symtable.DEF_BOUND}
     used = set[str]()

@@ -33,7 +33,7 @@ class Proxy:
         ask(self, "set", name, value)
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
-        """Calls it with copies of the arguments, and repeats changes of the copies in the arguments."""
+        """Calls it with copies of the arguments, and applies changes of the copies to the arguments."""
         peer = self._proxy_peer
         result, changed = ask(self, "call", peer.pack((args, kwargs)))
         if changed is not None:
@@ -56,7 +56,7 @@ def ask(proxy: Proxy, operation: str, *operands: object) -> Any:
 
 
 def merge(mine: Any, theirs: Any, changed: set[int] | None = None) -> Any:
-    """Repeats in `mine` the changes of its copy. Mutable containers are changed in place, at any depth.
+    """Applies the changes of a copy to its original. Mutable containers are changed in place, at any depth.
 
     Args:
         mine: The original of the copy.

@@ -10,7 +10,7 @@ import sys
 import confine
 
 confine.confine(sys.argv[1])
-os.stat(os.__file__)  # imports need it, and below a missing module is no error
+os.stat(os.__file__)  # imports need it, and a missing module is not an error below
 for folder in filter(os.path.isdir, sys.path):
     os.listdir(folder)  # as the user of programs
 for name in sys.argv[2:]:

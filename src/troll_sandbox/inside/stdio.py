@@ -26,7 +26,7 @@ def receive() -> bytes | None:
 
 
 def input_file(folder: str | None = None) -> tuple[int, str]:
-    """A file for the input of each test, and the path by which a test opens it."""
+    """A file for the input of each test, and the path that opens it in a test."""
     if folder is None:
         descriptor = os.memfd_create("input")
         return descriptor, f"/dev/fd/{descriptor}"

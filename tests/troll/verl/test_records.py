@@ -169,7 +169,7 @@ def test_what_is_no_record_is_refused(record, says):
 def test_another_layout_is_refused():
     record = records()[0]
     record[0] += 1
-    with pytest.raises(ValueError, match=r"record 0 must begin with .+ or of another version"):
+    with pytest.raises(ValueError, match=r"record 0 must begin with .+ or is of another version"):
         from_records([record])
 
 

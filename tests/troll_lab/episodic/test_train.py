@@ -101,7 +101,7 @@ def test_resumed_run_may_be_longer_but_not_another(finished: Path, tmp_path: Pat
 
 
 def test_folders_in_use_are_refused(finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds a run: choose another with --output_dir, or go on"):
+    with pytest.raises(ValueError, match="holds a run: choose another with --output_dir, or continue"):
         run(finished)
     with pytest.raises(ValueError, match=r"resume_from_checkpoint: .* has no checkpoint\.pt"):
         run(tmp_path, resume_from_checkpoint=True)

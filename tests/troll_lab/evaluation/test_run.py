@@ -123,7 +123,7 @@ def test_unscored_completions_are_counted_and_judged_again(settings, letters, co
         records = read_lines(path)
         assert [record["score"] for record in records].count(None) == 6
         said = console.export_text(clear=False)
-        assert "letters: 6 of 12 completions could not be judged, and do not count; the same command" in said
+        assert "letters: 6 of 12 completions could not be judged and do not count; the same command" in said
 
         asked.clear()
         assert evaluate(config, console)  # the machine is still in trouble

@@ -83,7 +83,7 @@ def test_each_completion_is_a_request_with_its_own_seed() -> None:
 def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -> None:
     source, sampling = ModelSource("folder", "folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)
     if supported is None:
-        with pytest.raises(EvaluationError, match="rank 512 at most, got 513: use --backend transformers"):
+        with pytest.raises(EvaluationError, match="up to rank 512, got 513: use --backend transformers"):
             vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)
         return
     engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)

@@ -137,7 +137,7 @@ def test_a_folder_with_anything_else_is_refused(tmp_path: Path, how: dict[str, s
     (tmp_path / "other" / "precious").touch()
     with pytest.raises(RecipeError, match="is not empty and holds no comparison"):
         compare(grid(), tmp_path / "other", console)
-    for text, message in (("{", "not JSON"), ('{"runs": 3}', "is no manifest of a comparison")):
+    for text, message in (("{", "not JSON"), ('{"runs": 3}', "is not the manifest of a comparison")):
         (tmp_path / "other" / "compare.json").write_text(text)
         with pytest.raises(RecipeError, match=message):
             compare(grid(), tmp_path / "other", console)

@@ -44,8 +44,8 @@ def test_decontaminate_keeps_references_with_their_rows():
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ([make("a")], "'a' is there twice"),
-        ([make("x/own.yaml"), make("y/own.yaml")], "'own' is there twice"),
+        ([make("a")], "'a' occurs twice"),
+        ([make("x/own.yaml"), make("y/own.yaml")], "'own' occurs twice"),
         ([make("b", length)], "no reward named 'success'"),
     ],
 )
@@ -179,7 +179,7 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"columns": {"prompt": "q"}}, "columns must name prompt and answer for this reward, got prompt"),
         ({"columns": {"prompt": "q", "answer": "a"}}, "have no column 'a', only q, result"),
         ({"dataset": "none.jsonl"}, "dataset: there is no .*none.jsonl, and it is not a name on the hub"),
-        ({"dataset": "owner/name", "eval_dataset": "x.jsonl"}, "eval_dataset goes with a local dataset"),
+        ({"dataset": "owner/name", "eval_dataset": "x.jsonl"}, "eval_dataset needs a local dataset"),
         ({"eval_dataset": "none.jsonl"}, "eval_dataset: no such file or folder: .*none.jsonl"),
         ({"task_options": {"level": 3}}, "has no option 'level'; it has answer_format, .*, prompt, system_prompt"),
     ],

@@ -72,7 +72,7 @@ def test_a_value_that_the_critic_does_not_take_is_refused(tmp_path, name, takes,
         (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),
         # Groups with equal rewards.
-        ({"resampling_right_share": 0.2}, "resampling_right_share=0.2 is of groups .* set resampling_rounds above 0"),
+        ({"resampling_right_share": 0.2}, "resampling_right_share=0.2 has no effect .* set resampling_rounds above 0"),
         (
             {"resampling_rounds": 1, "advantage_estimator": "gae"},
             "'gae' learns: set it to 0, or use one of group, rein",

@@ -301,9 +301,9 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     (tmp_path / "checkpoint-2" / MARKER).unlink()
     speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
-        (speak, "no checkpoint of a run with resampling and rewards of tokens"),
-        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+        ({"advantage_estimator": "gae"}, "not a checkpoint of a run with a critic"),
+        (speak, "not a checkpoint of a run with resampling and rewards of tokens"),
+        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is not a checkpoint of a run with rollout_delay"),
     ]
     for settings, message in cases:
         with pytest.raises(FileNotFoundError, match=message):

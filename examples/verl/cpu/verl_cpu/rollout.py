@@ -2,7 +2,7 @@
 
 Requests that wait are generated as one batch. Weights are sent whole after every update (verl's naive checkpoint
 engine), and log-probabilities are those of the distribution that was sampled from, as verl's `processed_logprobs`. With
-`policy_loss.anchor=rollout` a completion brings its old policies along.
+`policy_loss.anchor=rollout` a completion comes with its old policies.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TransformersServer:
             prompt_ids: Token ids of the prompt.
             sampling_params: `temperature` (0 is greedy), `top_k` (-1 is all), `top_p` and `repetition_penalty`.
             request_id: Unused; part of the signature.
-            **inputs: Images, audio and video, none of which this rollout takes.
+            **inputs: Images, audio and video, which this rollout does not take.
 
         Raises:
             ValueError: If there is an input that is not text.
@@ -176,7 +176,7 @@ class TransformersReplica(RolloutReplica):
         self._server_address = _server_name(self.replica_rank)
 
     async def sleep(self) -> None:
-        """Does nothing: on a CPU there is no memory to hand over."""
+        """Does nothing: on a CPU, memory is not handed over."""
 
     async def wake_up(self) -> None:
         """Does nothing, see `sleep`."""

@@ -1,7 +1,7 @@
 """All private names of TRL and transformers that we use; `needed` checks at import that they fit.
 
-Besides, `TrollTrainer` overrides some private methods, which `needed` checks too, and two modules read a private
-attribute of a configuration.
+`TrollTrainer` also overrides some private methods, which `needed` checks too, and two modules read a private attribute
+of a configuration.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_experts(trainer: Any) -> None:
-    """Lets a mixture's configuration answer to `num_experts`, which TRL's fused head reads for the routers' loss.
+    """Gives a mixture's configuration the name `num_experts`, which TRL's fused head reads for the routers' loss.
 
     A mixture of no experts, such as Granite's dense models, has no such loss, with which TRL would fail.
     """
@@ -190,7 +190,7 @@ def forget_rollout(trainer: Any) -> None:
 
 
 def skip_epochs(loader: Any, epochs: int) -> None:
-    """Has a training data loader go on after some epochs, in the order of a run that was not interrupted.
+    """Makes a training data loader continue after some epochs, in the order of a run that was not interrupted.
 
     TRL's sampler draws a new order for every epoch, and a resumed run would begin with the first one again.
     """
@@ -203,7 +203,7 @@ def skip_epochs(loader: Any, epochs: int) -> None:
 
 
 def generation_defaults() -> dict[str, Any]:
-    """What transformers' `generate` takes for settings that nobody sets."""
+    """The values that transformers' `generate` takes for settings that are not set."""
     return GenerationConfig._get_default_generation_params()
 
 
@@ -259,7 +259,7 @@ def allow_log_probs(generation: Any, number: int) -> None:
 
 
 def load_whole_weights(generation: Any) -> None:
-    """Makes a colocated vLLM on a CPU load the trained weights in the way in which it loads a checkpoint.
+    """Makes a colocated vLLM on a CPU load the trained weights as it loads a checkpoint.
 
     TRL writes into the parameters of vLLM's layers. On a CPU these are empty, since vLLM computes with packed copies.
 

@@ -133,8 +133,8 @@ class Surrogate:
             own: The surrogate's own settings.
 
         Raises:
-            ValueError: If the function returns no `Terms`, tensors of another shape or type, or a ratio without a
-                gradient, from which the network would learn nothing.
+            ValueError: If the function does not return `Terms`, or in them tensors of another shape or type, or a ratio
+                without a gradient, which would teach the network nothing.
         """
         if self.terms is None:
             return Terms()

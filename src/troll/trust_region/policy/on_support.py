@@ -48,7 +48,7 @@ class PolicyOnSupport:
     def without_tail(self) -> PolicyOnSupport:
         """The policy restricted to its K tokens; its log-probabilities are renormalised.
 
-        It is no distribution where the whole policy is none, even if only logits outside its tokens are NaN or +inf.
+        It is invalid wherever the whole policy is, even if only logits outside its tokens are NaN or +inf.
         """
         return dataclasses.replace(self, tail_logit=self.tail_logit.detach() - torch.inf)
 
@@ -67,7 +67,7 @@ class PolicyOnSupport:
 
     @property
     def outcomes(self) -> Tensor:
-        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1); NaN where the logits are none."""
+        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1); NaN where the logits are invalid."""
         return torch.log_softmax(torch.cat([self.logits, self.tail_logit.unsqueeze(-1)], -1), -1)
 
     @property

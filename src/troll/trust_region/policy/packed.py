@@ -171,7 +171,7 @@ class PackedPolicy:
         """The entries of the first dimension, usually a sequence each, as views, with one wait for the device in all.
 
         Raises:
-            ValueError: If there are no dimensions.
+            ValueError: If the policy has no dimensions.
         """
         if not self.shape:
             raise ValueError("a policy of a single position has no dimension to unbind")
@@ -205,7 +205,7 @@ class PackedPolicy:
 
         Raises:
             ValueError: If there is nothing to concatenate, the policies were captured differently or differ in another
-                dimension, or there is no dimension.
+                dimension, or they have none.
         """
         _check_same(policies, [("*", *policy.shape[1:]) if policy.shape else () for policy in policies])
         if not policies[0].shape:

@@ -33,10 +33,10 @@ class SparsePolicy:
         token_ids: (..., K) int64; −1 in unused slots.
         log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
         tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside. Of a truncated policy,
-            log of the mass that the sampler cut from the whole policy; −inf also if this mass is not known.
+            log of the mass that the sampler cut from the whole policy, or −inf if this mass is unknown.
         slot: (...) int64, the slot of the sampled token.
         vocab_size: V of the captured source.
-        mass_threshold: δ with which it was captured.
+        mass_threshold: δ of the capture.
         truncated: Whether the slots are a sampler's kept set, outside of which nothing is compared.
         temperature: The sampling temperature of the source that was captured; None if it is not known. A step at
             another one is refused.
@@ -109,8 +109,8 @@ class SparsePolicy:
         """Concatenates along a dimension of the token positions; truncated policies of fewer slots get unused ones.
 
         Raises:
-            ValueError: If there is nothing to concatenate, the policies were captured differently, or there is no such
-                dimension.
+            ValueError: If there is nothing to concatenate, the policies were captured differently, or `dim` is out of
+                range.
         """
         check_alike(policies)
         dims = len(policies[0].shape)
@@ -171,7 +171,7 @@ def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
 
     Args:
         policies: Policies of either form.
-        **others: What else must be the same for all, by name: a value for each policy.
+        **others: Other values that must be the same for all, by name: one for each policy.
     """
     if not policies:
         raise ValueError("policies must hold at least one policy, got none")

@@ -36,7 +36,7 @@ class Top(NamedTuple):
     sampled_logit: Tensor
     """(N,), the sampled token's logit; may be −inf where the token is one of the K."""
     log_rest: Tensor
-    """Log-sum-exp of all entries except the K and the sampled one, (N,); −inf where there are no others."""
+    """Log-sum-exp of all entries except the K and the sampled one, (N,); −inf if none are left."""
 
 
 def top_ids(z: Tensor, k: int) -> Tensor:
@@ -125,7 +125,7 @@ def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
 def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
     """The policies of N tokens: entries until they cover `1 − mass_threshold`, and always the sampled token.
 
-    A threshold of 0 keeps all entries. A row that is no distribution, or whose sampled token is outside the
+    A threshold of 0 keeps all entries. A row that is not a distribution, or whose sampled token is outside the
     vocabulary, has NaN in its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
@@ -202,8 +202,8 @@ def capture_top(
 
     Raises:
         ValueError: If shapes or dtypes are wrong, ids are outside the vocabulary, a token occurs twice, parameters are
-            out of their range, the entries add up to more than 1.01, so that they are no log-probabilities, or, with
-            `truncated`, to less than 0.99 or are more than K.
+            out of their range, the entries add up to more than 1.01 and so cannot be log-probabilities, or, with
+            `truncated`, there are more than K or they add up to less than 0.99.
     """
     _check_entries(token_ids, log_probs, sampled_ids, sampled_log_probs, vocab_size)
     check_capture(top_k, mass_threshold)

@@ -1,4 +1,4 @@
-"""Truncated sampling: the part of a policy from which top-k, top-p and min-p let a sampler draw.
+"""Truncated sampling: the part of a policy that top-k, top-p and min-p leave for a sampler to draw from.
 
 A sampler with these settings draws from p restricted to a *kept set* S of tokens and renormalised. The importance ratio
 is then
@@ -144,7 +144,7 @@ class Truncation:
         slots = max(1, int(used.reshape(-1, policy.top_k).any(0).sum()))
         token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
         cut = torch.cat([policy.log_probs.masked_fill(kept, -torch.inf), policy.tail_log_prob.unsqueeze(-1)], -1)
-        # Rows that are no distribution stay NaN.
+        # Invalid rows stay NaN.
         log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
         restricted = dataclasses.replace(
             policy,
@@ -159,7 +159,7 @@ class Truncation:
     def exceeds(self, policy: SparsePolicy) -> Tensor:
         """(...) bool, true where the kept set, or the tie at its edge, may need more slots.
 
-        That is so where fewer than two slots are left over: the last one may hold a sampled token that is less likely
+        It may where fewer than two slots are left over: the last one may hold a sampled token that is less likely
         than tokens outside.
         """
         truncation = self

@@ -36,10 +36,10 @@ def capture(
     Args:
         source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
             source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read and contains the
-            sampled tokens. Its tokens that are dropped count with the precision with which they were read.
+            sampled tokens. Its tokens that are dropped count with the precision of their reading.
         token_ids: The sampled tokens, (...), integers in [0, V). On a GPU, where checking would need a host sync, a
             position with an id outside the vocabulary becomes NaN, and the metrics count it as "nonfinite".
-        top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.
+        top_k: K ≥ 1, the largest number of tokens to keep; V if it is larger than V.
         mass_threshold: δ in [0, 1); 0 always keeps K tokens.
         truncation: The sampler's truncation, or None. The policy is then on the sampler's kept set, renormalised and
             without a tail. It has as many slots as the largest kept set, regardless of K and δ; finding that size needs
@@ -80,7 +80,7 @@ def capture_kept(
         The policy, at token positions (...); and where the sampled token had to be added, (...) bool.
 
     Raises:
-        ValueError: If a policy that was read at some tokens only lacks others that the sampler keeps.
+        ValueError: If the source was read at too few tokens, and lacks some that the sampler keeps.
     """
     if first is None:
         first, _ = _captured(source, token_ids, _slots(top_k, truncation), 0.0, entropy=False)

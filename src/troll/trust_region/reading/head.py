@@ -24,11 +24,11 @@ from .tiles import Support, Tile, Upstream, rows_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Tokens and vocabulary entries of a tile at most. Where one tile has all tokens, its product with the hidden states is
-#: the whole gradient of its rows of the weight: nothing is summed up over tiles.
+#: The most tokens and vocabulary entries of a tile. Where one tile has all tokens, its product with the hidden states
+#: is the whole gradient of its rows of the weight: nothing is summed up over tiles.
 TOKEN_TILE, VOCABULARY_TILE = 32768, 32768
 
-#: Logits of a tile at most, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU.
+#: The most logits of a tile, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU.
 #: Other tiles are a power of two wide, but for the last, since kernels are compiled and tuned for each width.
 TILE_LOGITS = 2**27
 WHOLE_ROWS = {"cpu": 2**25, "gpu": 2**27}
@@ -50,8 +50,8 @@ class LMHead(LogitsSource):
         hidden: The hidden states, (..., H), aligned with the tokens.
         weight: The weight of the head, (V, H); a process's slice (V/n, H) with `vocab_group`.
         bias: The bias of the head, (V,), sliced as the weight is; None for none.
-        temperature: The sampling temperature, by which logits are divided.
-        scale: The factor by which the model multiplies its logits, above 0.
+        temperature: The sampling temperature, which divides the logits.
+        scale: The factor of the model's logits, above 0.
         softcap: The model's final logit softcap, above 0; None for none.
         rows: The rows of (L, H) hidden states to use as token positions, (N,) integers, all different; None for all.
         vocab_group: The processes over which the vocabulary is spread, see [Logits][troll.Logits]. Every process gets

@@ -29,7 +29,7 @@ class Logits(LogitsSource):
 
     Attributes:
         logits: (..., V), aligned with the tokens; a process's slice (..., V/n) with `vocab_group`.
-        temperature: The sampling temperature, by which the logits are divided here; None if they already are, as a
+        temperature: The sampling temperature, which divides the logits here; None if they already are, as a
             tensor's in place of a source: then a step's temperature is not compared with that of the capture.
         scale: The factor of the logits, above 0.
         softcap: The softcap of the scaled logits, above 0; None for none.

@@ -20,8 +20,8 @@ def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> P
     """Reads a source's policy on a support, differentiable in the source's tensors.
 
     The tail is the log-sum-exp over the support's complement, added up tile by tile without the support. So a tail of
-    any mass that float32 can represent (down to 1e-38) is accurate, however close to 1 the rest is. The support's
-    logits are float32 even if the tiles are a product of half precision.
+    any mass that float32 can represent (down to 1e-38) is accurate, even if the support has almost all of the mass. The
+    support's logits are float32 even if the tiles are a product of half precision.
 
     Args:
         source: Logits of the positions (...).
@@ -48,11 +48,11 @@ def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSu
         token_ids: (..., K) integers in [0, V), distinct within a row; −1 in unused slots.
 
     Returns:
-        The policy on these tokens, with `.log_probs` (..., K) and `.tail_log_prob` (...). A row that is
-        no distribution has NaN and no gradient.
+        The policy on these tokens, with `.log_probs` (..., K) and `.tail_log_prob` (...). A row that is not a
+        distribution has NaN and no gradient.
 
     Raises:
-        ValueError: On shapes or dtypes that do not fit, or ids outside the vocabulary.
+        ValueError: If shapes or dtypes do not fit, or ids are outside the vocabulary.
     """
     source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
     check_integers("token_ids", token_ids)
@@ -107,12 +107,12 @@ class _Read(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError(
-                "these logits were donated and now hold their gradient: there is no second backward pass (donate=False)"
+                "these logits were donated and now hold their gradient: a second backward pass needs donate=False"
             )
         ctx.spent = getattr(ctx.source, "donate", False)
         *tensors, ids, ascending, logits, tail_logit, tail_entropy = ctx.saved_tensors
         total = torch.logsumexp(torch.cat([logits, tail_logit.unsqueeze(-1)], -1), -1)
-        broken = ~total.isfinite()  # a row that is no distribution has no gradient
+        broken = ~total.isfinite()  # an invalid row has no gradient
         nothing_outside = tail_logit == -torch.inf
         absent = (ids < 0) | broken.unsqueeze(-1)
         on_support = torch.zeros_like(logits) if grad_logits is None else grad_logits.masked_fill(absent, 0)

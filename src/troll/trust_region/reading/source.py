@@ -66,7 +66,7 @@ class LogitsSource(ABC):
         """A context manager that gives a `Reading`, and keeps sharded parameters gathered meanwhile.
 
         Args:
-            slots: The numbers of each token that a kernel holds.
+            slots: How many numbers a kernel holds for each token.
             max_slots: Torch computes if there are more slots than this.
             dtype: The dtype in which logits are computed; None for that of the forward pass, which `Reading.dtype`
                 gives.

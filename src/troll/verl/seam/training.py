@@ -78,7 +78,7 @@ check(NEEDED)
 
 
 def assign(config: Any, **values: Any) -> None:
-    """Sets fields of one of verl's configurations, those that it would freeze too."""
+    """Sets fields of one of verl's configurations, even those that it freezes."""
     # verl freezes all fields but these. The attribute itself is one, once it is set on an instance.
     config._mutable_fields = config._mutable_fields | {"_mutable_fields", *values}
     for name, value in values.items():

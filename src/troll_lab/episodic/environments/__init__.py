@@ -53,7 +53,7 @@ def make_task(name: str) -> Task:
     """The task of a name: `reach`, `box`, `box-sparse`, or a task of Meta-World such as `metaworld:reach-v3`.
 
     Raises:
-        ValueError: On another name.
+        ValueError: For any other name.
     """
     if name == "reach":
         return Task(ArmReach, Arm.NUM_STEPS, Arm.TIME_STEP, joints_of, torques, ArmReach.TIP, ArmReach.TARGET)

@@ -52,7 +52,7 @@ def arm_model(scene: str = "", tip: str = "") -> mujoco.MjModel:
 
 
 def joints_of(observations: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Angles and velocities of the joints, (B, 3), with which the observations of every arm begin."""
+    """Angles and velocities of the joints, (B, 3), the first numbers in the observations of every arm."""
     return observations[:, :JOINTS], observations[:, JOINTS : 2 * JOINTS]
 
 

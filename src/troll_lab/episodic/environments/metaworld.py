@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 #: The option of a reset that makes its episode one of evaluation: the seeds of all of these, all different.
 HELD_OUT = "held_out"
 
-#: The distance by which an action of 1 moves the gripper, in metres.
+#: The distance that an action of 1 moves the gripper, in metres.
 _STEP = 0.01
 
 
@@ -25,7 +25,7 @@ class _SeededTask(gymnasium.Wrapper):
     """Draws the episode's task by the seed of the reset: Meta-World's own draw cannot be repeated.
 
     MT1 has 50 tasks, and a reset draws one of them. With the option `HELD_OUT`, the seeds of all held-out episodes,
-    each of these seeds has a task of its own, which is none of the 50.
+    each of these seeds has a task of its own, outside the 50.
     """
 
     def __init__(self, env: gymnasium.Env, name: str) -> None:
@@ -60,7 +60,7 @@ def _held_out(name: str, seeds: tuple[int, ...], trained: frozenset[tuple[float,
         trained: The values of the tasks that training draws from.
 
     Raises:
-        ValueError: If there are not so many.
+        ValueError: If there are fewer.
     """
     import metaworld
 

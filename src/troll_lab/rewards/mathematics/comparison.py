@@ -1,4 +1,4 @@
-r"""Whether two mathematical answers are the same, within limits that hold everywhere.
+r"""Decides whether two mathematical answers are the same, with the same limits of time and memory on every machine.
 
 `notation.py` writes both in one notation. `texts.py` drops units and compares texts that need no parser: `72`, `72.00`,
 `\$72` and `1,000` are compared exactly. `expressions.py` compares the rest, in separate processes (`pool.py`): sympy

@@ -29,8 +29,8 @@ _UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Der
 _SMALL = 0.1
 _RELATIVE_TOLERANCE = 1e-5
 
-# Exact values are equal if they agree to these digits, and twice as many as any part of them has before or after the
-# point. Where that is more than the most digits, they are different.
+# Exact values are compared to this many digits, plus twice the digits before or after the point of their largest or
+# smallest part. If that exceeds the second number, they count as different.
 _DIGITS = 50
 _MOST_DIGITS = 20_000
 _PIECEWISE = (sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling)
@@ -69,8 +69,8 @@ def forbid_code() -> None:
 def _restates(gold: Answer, answer: Answer) -> bool:
     r"""Whether an answer may only repeat the question.
 
-    That is a condition which has to be solved, such as `2x - 1 > 3`, or an unevaluated sum, integral or the like, such
-    as `\sum_{n=1}^{100} n` for 5050, where the gold answer has none.
+    Such an answer is a condition that has to be solved, like `2x - 1 > 3`, or, where the gold answer has none, an
+    unevaluated sum, integral or the like, such as `\sum_{n=1}^{100} n` for 5050.
     """
     is_solved, is_given_solved = (all(item.is_solved for item in side.items) for side in (gold, answer))
     if is_solved and not is_given_solved:
@@ -144,7 +144,7 @@ class _Comparison:
             return False
         if gold.is_percentage:
             return self._is_same(expected, given) or (not answer.is_percentage and self._is_same(expected / 100, given))
-        # 0.5 % may be the number 0.5, but not 1/2: of numbers below one, only decimals may be without the sign.
+        # 0.5 % may be the number 0.5, but not 1/2: of numbers below one, only decimals may lack the sign.
         is_decimal = isinstance(expected, sympy.Integer | sympy.Float)
         may_lack_sign = is_decimal or (_is_number(expected) and bool(abs(expected) >= 1))
         return self._is_same(expected, given / 100) or (may_lack_sign and self._is_same(expected, given))
@@ -282,7 +282,7 @@ def _parts(value: Any) -> tuple[object, list[Any]] | None:
 
 
 def _by_name(side: Answer) -> list[Item]:
-    """The items of a list; of `y = 2, x = 1`, those of a pair, and of `m = 2, b = 1` those of another, (2, 1)."""
+    """The items of a list: `y = 2, x = 1` is the pair (1, 2), and `m = 2, b = 1` the pair (2, 1)."""
     names = _names(side)
     if not names:
         return side.items
@@ -300,7 +300,7 @@ def _names(side: Answer) -> list[str]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """The numbers among the sides of an equation, or of several in a row; of other values none."""
+    """The numbers among the sides of an equation, or of several in a row; none for other values."""
     relations = getattr(value, "_unsorted_args", None) or [value]
     return [side for relation in relations for side in relation.args if _is_number(side)] if is_equation(value) else []
 

@@ -56,8 +56,8 @@ class MathGrader(Grader):
         Raises:
             ImportError: If math-verify is not installed.
             RuntimeError: If it is, but cannot be imported.
-            ValueError: If the column `answer` is missing, has not one answer for each completion, or has one that is
-                neither a text nor a number with all its digits.
+            ValueError: If the column `answer` is missing, does not have one answer for each completion, or has one
+                that is neither a text nor a number with all its digits.
         """
         golds = columns.get("answer")
         if golds is None:
@@ -83,13 +83,13 @@ class MathGrader(Grader):
         return verdicts
 
     def same_answer(self, first: str, second: str) -> bool:
-        """Whether two answers of completions are equal, each in turn taken for the gold one."""
+        """Whether two answers of completions are equal, with either of them as the gold answer."""
         pairs = [(first, second), (second, first)]
         return Comparison.EQUAL in compare(pairs, self.cpu_seconds, self.positive_symbols)
 
 
 def _is_exact(gold: Any) -> bool:
-    """Whether a text or a number is what its author has written; floats have rounded whole numbers from 2^53 on."""
+    """Whether a gold answer is still what its author wrote: from 2^53 on, floats have rounded whole numbers."""
     if isinstance(gold, float):
         return abs(gold) < 2**53  # neither infinite nor NaN
     return isinstance(gold, str | Number) and not isinstance(gold, bool)
@@ -118,7 +118,7 @@ def compute_score(
         answer_format: How the completion marks its final answer; verl passes it on from
             `custom_reward_function.reward_kwargs`.
         positive_symbols: Whether symbols stand for positive numbers; verl passes it on in the same way.
-        **kwargs: Unused; what else verl may pass.
+        **kwargs: Unused; further arguments that verl may pass.
 
     Returns:
         `score` and `acc`, 0 or 1, and `pred`, the answer that was read ("" where there is none), by which verl's
@@ -126,7 +126,7 @@ def compute_score(
 
     Raises:
         RuntimeError: If the answer could not be compared, for lack of memory or processes for example; the message
-            names the cause. verl has no row without a score.
+            names the cause. verl needs a score in every row.
     """
     (verdict,) = MathGrader(answer_format, positive_symbols=positive_symbols).grade(
         [solution_str], answer=[ground_truth]

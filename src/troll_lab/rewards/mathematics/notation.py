@@ -60,7 +60,7 @@ _NAMES = {
     "gamma": r"\mathcal{gamma}", "Gamma": r"\mathcal{Gamma}",
 }  # fmt: skip
 _SIGNS = {"**": "^", "<=": r"\le ", ">=": r"\ge ", "!=": r"\neq ", "==": "=", "%": r"\%"}
-# Names in programs, but for those of Greek letters that may be products.
+# Names in programs, except Greek letters that may also be products.
 _FUNCTIONS = {
     **{name: rf"\{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "ln", "log")},
     **{name: rf"\arc{name[-3:]}" for name in ("asin", "acos", "atan", "arcsin", "arccos", "arctan")},
@@ -114,7 +114,7 @@ def canonical(text: str) -> str:
     partners = partners_of(text)
     if partners is not None:
         text = _without_groups(text, partners)
-        with contextlib.suppress(RecursionError):  # hundreds of nested powers, which nobody answers
+        with contextlib.suppress(RecursionError):  # hundreds of nested powers, which no real answer has
             text = _with_arguments(text, 0, len(text), partners)
     return re.sub(" +", " ", text).strip()
 
@@ -153,7 +153,7 @@ def _renamed(found: re.Match[str]) -> str:
         return word
     if word in _FUNCTIONS:
         return r"\ln" if found["module"] and word == "log" else _FUNCTIONS[word]
-    # The parser takes I for the imaginary unit and tr for a trace, and knows no index of e.
+    # The parser takes I for the imaginary unit and tr for a trace, and cannot read an index of e.
     word = word.replace("tr", "t r") if len(word) <= 4 else word
     if rest == "_" and word[-1] in "eE":
         word = rf"{word[:-1]}\mathcal{{{word[-1]}}}"

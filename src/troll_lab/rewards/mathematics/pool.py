@@ -32,7 +32,7 @@ _ATTEMPTS = 3
 
 
 class Comparison(Enum):
-    """The result of one comparison; its value is the reason of a verdict, in words."""
+    """The result of one comparison; its value is the reason for a verdict, in words."""
 
     EQUAL = "correct"
     DIFFERENT = "wrong answer"
@@ -44,7 +44,7 @@ class Comparison(Enum):
 
     @property
     def score(self) -> float | None:
-        """1.0 for equal answers, else 0.0; None if the machine failed and there is no verdict."""
+        """1.0 for equal answers, else 0.0; None if the machine failed before a verdict."""
         failed = (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
         return None if self in failed else float(self is Comparison.EQUAL)
 
@@ -58,7 +58,7 @@ _COMPARISONS = {
 
 
 def ask(questions: Sequence[tuple[str, str]], cpu_seconds: float, positive_symbols: bool = False) -> list[Comparison]:
-    """Compares N pairs of a gold answer and an answer, in processes that stay for the next call.
+    """Compares N pairs of a gold answer and an answer, in processes that are kept for the next call.
 
     Raises:
         RuntimeError: If math-verify is installed, but cannot be imported.
@@ -70,7 +70,7 @@ class _Pool:
     """Processes that wait for questions. Any number of threads may ask; a question occupies one process."""
 
     def __init__(self, size: int):
-        imported = threading.Event()  # math-verify can be imported: a process of the pool did
+        imported = threading.Event()  # set once a process of the pool has imported math-verify
         self._processes = [_Process(imported) for _ in range(size)]
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         for process in self._processes:
@@ -88,7 +88,7 @@ class _Pool:
             return self._ask(processes, questions, (cpu_seconds, positive_symbols))
         finally:
             for process in processes:
-                if process.is_busy:  # after an exception nobody reads its verdict
+                if process.is_busy:  # after an exception, its verdict is not read
                     process.stop()
                 self._idle.put(process)
 
@@ -154,7 +154,7 @@ class _Process:
         self._question: tuple[tuple[str, str], float, bool] | None = None
         self._attempts = 0
         self._number = 0
-        self.deadline = 0.0  # when its verdict is given up
+        self.deadline = 0.0  # when to stop waiting for its verdict
 
     @property
     def is_busy(self) -> bool:

@@ -30,7 +30,7 @@ _BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
 class Item(NamedTuple):
     """One value of an answer."""
 
-    value: Any  # the expression; of a percentage without its sign, of inequalities in one variable the solutions
+    value: Any  # the expression; a percentage without its sign; the solutions of inequalities in one variable
     text: str = ""
     is_percentage: bool = False
     variable: str | None = None  # of inequalities
@@ -39,14 +39,14 @@ class Item(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One of the two answers, as a list; of most answers it has one item."""
+    """One of the two answers, as a list, usually of one item."""
 
     items: list[Item]
     is_set: bool = False  # written in braces
 
 
 def read(text: str) -> Answer:
-    r"""Reads an answer; of `\{x \mid x > 3\}`, the condition becomes the set."""
+    r"""Reads an answer; `\{x \mid x > 3\}` becomes the set of its condition."""
     builder = _BUILDER.fullmatch(text)
     if builder:
         condition = _conditions(builder[2])
@@ -122,7 +122,7 @@ def _conditions(text: str) -> Item | None:
 
 
 def _is_solved(relation: Relational) -> bool:
-    """Whether one side is a symbol or its absolute value, and the other one has no symbol."""
+    """Whether one side is a symbol or its absolute value, and the other side has no symbols."""
     names, values = sorted(relation.args, key=lambda side: not side.free_symbols)
     name = names.args[0] if isinstance(names, sympy.Abs) else names
     return name.is_Symbol and not values.free_symbols

@@ -98,7 +98,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def same_at_sight(gold: str, answer: str) -> bool | None:
-    """Whether two tidy texts are the same answer, if that needs no parser; else None."""
+    """Whether two tidy texts are the same answer; None if only the parser can tell."""
     if not answer or len(answer) > MAX_CHARACTERS or len(gold) > MAX_CHARACTERS:
         return bool(answer) and answer == gold
     if answer == gold:
@@ -200,7 +200,7 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
     - `18 \text{ or twenty}`, `\text{not } 18`: the text would be a unit. `1 \text{ or } 2` is a list of two;
     - `18 \text{ million}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Allowed where the gold
       answer has the same words;
-    - `CBA` for `ABC`: letters are factors, in any order, which is right only for such as `xy` and `yx`.
+    - `CBA` for `ABC`: letters are factors, in any order, which is right only for products such as `xy` and `yx`.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or partners_of(answer) is None:
         return True

@@ -46,7 +46,7 @@ _FIRST_QUESTIONS = [
     (r"\cos(2x)", r"1 - 2\sin^2(x)"),
 ]
 
-# Neither a comparison nor this process, once it is ready, causes these events.
+# Events that neither a comparison nor this process causes once it is ready.
 _FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.remove", "os.rename", "subprocess.", "socket.", "shutil.")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -99,7 +99,7 @@ def _silence() -> None:
 
 
 def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts: int, in_hand: mmap.mmap) -> NoReturn:
-    """Answers questions until there are no more."""
+    """Answers questions until their pipe ends."""
     import resource
 
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -141,4 +141,4 @@ def _answer(descriptor: int, number: int, verdict: int) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # a regular exit takes sympy some time, for which the training run would wait
+    os._exit(0)  # the training run would wait for a regular exit, which takes sympy some time
