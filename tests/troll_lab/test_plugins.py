@@ -166,7 +166,7 @@ def test_a_surrogate_of_another_recipes_plugin_is_refused(recipe):
     """The run's own process will not know it."""
     recipes.load(str(recipe))
     file = recipe.with_name("my_surrogate.py")
-    with pytest.raises(RecipeError, match=f"surrogate 'near' is of {file}: name that in `plugins`"):
+    with pytest.raises(RecipeError, match=f"surrogate 'near' comes from {file}: add that to `plugins`"):
         recipes.load("quickstart", ["--surrogate", "near"])
 
 

@@ -125,7 +125,7 @@ def _refuse_half_precision(path: Path, settings: Mapping[str, Any], above: Overr
 def _check_surrogate(path: Path, training: LabConfig, loaded: Collection[str]) -> None:
     plugin = plugins.plugin_of(training.surrogate)
     if plugin is not None and plugin not in loaded:  # of another recipe, and the run's own process will not know it
-        raise RecipeError(f"{path}: surrogate {training.surrogate!r} is of {plugin}: name that in `plugins`")
+        raise RecipeError(f"{path}: surrogate {training.surrogate!r} comes from {plugin}: add that to `plugins`")
 
 
 def _refuse_open_grid(given: str, grid: Mapping[str, list[Any]], training: LabConfig, above: Overrides) -> None:
