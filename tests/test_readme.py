@@ -9,6 +9,7 @@ import pytest
 from troll_lab.episodic.config import EpisodicConfig
 
 ROOT = Path(__file__).parents[1]
+STUDY = ROOT / "docs" / "study"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -52,7 +53,7 @@ def test_what_it_says_of_the_study_is_so() -> None:
         lead.append(round(100 * (success["TROLL"][fast] - success["clip"][fast])))
         assert success["KL penalty"][fast] > success["TROLL"][fast] + 0.05, "ahead where TROLL beats the clip"
 
-    regimes, exploration = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("regimes", "exploration"))
+    regimes, exploration = ((STUDY / f"{name}.md").read_text("utf-8") for name in ("regimes", "exploration"))
 
     def difference(regime: str, rival: str) -> tuple[float, str]:
         (row,) = re.findall(rf"^\| \({regime}\) \| {rival} \|(.*)\|$", regimes, re.M)
@@ -71,7 +72,7 @@ def test_what_it_says_of_the_study_is_so() -> None:
     (other_seeds,) = re.findall(
         r"TROLL is ahead by 7\. .* other seeds, that lead is only (\+\S+ points \[\S+ \S+\])\.", text
     )
-    results = (ROOT / "docs" / "results.md").read_text("utf-8")
+    results = (STUDY / "results.md").read_text("utf-8")
     assert f"20 other seeds, that lead is only {other_seeds}" in " ".join(results.split())
     (old_rollouts,) = re.findall(r"is ahead of the clip by (\+\S+ points \[\S+ \S+\])\.", text)
     assert f"far ahead of the clip, each at its best rate: {old_rollouts}" in " ".join(results.split())
@@ -105,7 +106,7 @@ def test_options_exist() -> None:
     known = recipes.FIELDS | of_commands | of_compare | of_movements
     found = 0
     # The study's commands are those of the commit that ran them, and may have options that have left since.
-    of_study = {ROOT / "docs" / "runs.md", ROOT / "docs" / "study.md"}
+    of_study = {STUDY / "runs.md", STUDY / "study.md"}
     pages = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - of_study
     for path in sorted(pages):
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
