@@ -1,4 +1,4 @@
-"""The comparison of memory agents in docs/study/memory-agent.md is what was measured, and its controls are what they say."""
+"""Memory agents: docs/study/memory-agent.md has what was measured, and its controls are what they say."""
 
 from collections import Counter
 from types import SimpleNamespace
