@@ -1,4 +1,4 @@
-"""Tables for docs/scaling.md: what TROLL adds to a step of GRPO in verl, by model and by route.
+"""Tables for docs/study/scaling.md: what TROLL adds to a step of GRPO in verl, by model and by route.
 
 It is only arithmetic, with the assumptions of `benchmarks.step_model`, and takes a second.
 """

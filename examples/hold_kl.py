@@ -12,7 +12,7 @@ and ε stays between 1e-3 and 1. Every process computes the same ε. Checkpoints
 ε bounds the projected policy, which the network only follows. If the network stays within the target by itself, ε ends
 at its upper limit; if it follows too slowly, at the lower one. Whether a bound that adapts helps is an open question.
 The study ran one that widens ε until a fifth of the tokens is projected: it was not better than a fixed ε
-(docs/exploration.md). It did not run this one.
+(docs/study/exploration.md). It did not run this one.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def main() -> int:
         help="what the runs count for in a protocol (default: exploratory)",
     )
     page = commands.add_parser("page", help="write the pages of results and their figures from docs/results/*.csv")
-    page.add_argument("--output", type=Path, default=DOCS, help="folder of the pages (default: docs)")
+    page.add_argument("--output", type=Path, default=DOCS, help="folder of the documentation (default: docs)")
     tuning = commands.add_parser(
         "tune",
         help="choose settings for each method on seeds of their own, then compare the methods",

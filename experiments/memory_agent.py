@@ -2,8 +2,9 @@
 
     python -m experiments.memory_agent --output_dir runs/memory-agent
 
-The comparisons of docs/trl.md. All runs start from one model, the warm-up of seed 0, and every evaluation goes through
-the conversations. Writes docs/results/memory-agent.jsonl after every run; runs that the file has are not made again.
+The comparisons of docs/study/memory-agent.md. All runs start from one model, the warm-up of seed 0, and every
+evaluation goes through the conversations. Writes docs/results/memory-agent.jsonl after every run; runs that the file
+has are not made again.
 """
 
 from __future__ import annotations

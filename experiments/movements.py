@@ -1,4 +1,4 @@
-"""Three updates of movements over five seeds: the comparisons of docs/episodic.md, which has their protocol.
+"""Three updates of movements over five seeds: docs/study/movements.md has their protocol.
 
     python -m experiments.movements tce-reach --output_dir runs/movements
 

@@ -1,4 +1,4 @@
-"""Shorter answers by rewards of tokens, or by a penalty on the whole length: the comparison of docs/estimators.md.
+"""Shorter answers by rewards of tokens, or by a penalty on the whole length: docs/study/shorter-answers.md.
 
     python -m experiments.overthinking --output_dir runs/overthinking
 

@@ -29,7 +29,7 @@ from experiments.table import Result, read_csv
 from troll.files import read_json, write_atomically
 from troll_lab.runs.statistics import paired_difference, seed_mean
 
-#: The templates: a page of `docs/` each, by the same name.
+#: The templates: a page of `docs/study/` each, by the same name.
 TEMPLATES = Path(__file__).with_name("pages")
 _PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)  # a sentence may break in it
 
@@ -48,11 +48,11 @@ class Pages:
 
 
 def write_pages(folder: Path, output: Path) -> list[Path]:
-    """Writes the pages, and the figures in `results/`.
+    """Writes the pages into `study/`, and their figures into `results/`.
 
     Args:
         folder: The folder of the tables.
-        output: The folder of the pages; their figures go into a folder there.
+        output: The folder of the documentation, in which both are.
 
     Returns:
         The paths of the pages.
@@ -63,13 +63,14 @@ def write_pages(folder: Path, output: Path) -> list[Path]:
     from matplotlib import style as matplotlib_style
 
     pages = build(read_tables(folder), folder, read_templates())
-    (output / "results").mkdir(parents=True, exist_ok=True)
+    for name in ("results", "study"):
+        (output / name).mkdir(parents=True, exist_ok=True)
     for name, drawing in pages.figures.items():
         with matplotlib_style.context(["default", figures.style(name)]):
             figures.save(drawing.draw(drawing.data), drawing.data, output / "results" / name)
     for name, text in pages.texts.items():
-        write_atomically(output / f"{name}.md", text)
-    return [output / f"{name}.md" for name in pages.texts]
+        write_atomically(output / "study" / f"{name}.md", text)
+    return [output / "study" / f"{name}.md" for name in pages.texts]
 
 
 def read_templates() -> dict[str, str]:
@@ -185,7 +186,7 @@ def _figure(name: str, drawing: figures.Drawing, pages: Pages) -> str:
     if not drawing.data:
         return "Nothing to show yet."
     pages.figures[name] = drawing
-    return f"![{drawing.caption}; the numbers are in the tables](results/{name}.svg)"
+    return f"![{drawing.caption}; the numbers are in the tables](../results/{name}.svg)"
 
 
 def _number(regime: str, section: Section | Contest, known: Collection[str], wanted: str) -> str:
@@ -209,7 +210,7 @@ def _data(rows: Mapping[str, Sequence[Result]]) -> str:
     for table, results in rows.items():
         kinds = Counter((row.regime, row.phase, row.machine, row.versions) for row in results)
         lines += [
-            [f"[{table}.csv](results/{table}.csv)", f"`{regime}`", f"{count} {phase}", machine, versions]
+            [f"[{table}.csv](../results/{table}.csv)", f"`{regime}`", f"{count} {phase}", machine, versions]
             for (regime, phase, machine, versions), count in sorted(kinds.items())
         ]
     return tables.table(head, lines)

@@ -1,4 +1,4 @@
-"""The second part of the protocol, as `docs/study.md` fixes it: its regimes and its methods.
+"""The second part of the protocol, as `docs/study/study.md` fixes it: its regimes and its methods.
 
 The part is finished. Its pages are made from the rows of its tables only, so a configuration is known by the settings
 that a row names, even if the package's own settings have changed since.

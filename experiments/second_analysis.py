@@ -210,7 +210,7 @@ class Hypothesis:
     """A hypothesis of the second part with its tests, all of which must be significant.
 
     Attributes:
-        name: Its name in `docs/study.md`.
+        name: Its name in `docs/study/study.md`.
         tests: Its tests; empty before all runs are there, or where there is no rate above the clip's best one.
         corrected: Its largest p-value after Holm's correction, for those that are corrected together.
     """
@@ -232,7 +232,7 @@ class Hypothesis:
 
 
 def hypotheses(contests: Mapping[str, Contest]) -> list[Hypothesis]:
-    """H1 to H4 of `docs/study.md`.
+    """H1 to H4 of `docs/study/study.md`.
 
     Args:
         contests: The counted runs of each regime, by the name of its table.

@@ -1,4 +1,4 @@
-"""The proximal pull on groups without signal only, and on the others only: of docs/exploration.md.
+"""The proximal pull on groups without signal only, and on the others only: of docs/study/exploration.md.
 
     python -m experiments.signal --output_dir runs/signal [--seeds 4]
 

@@ -24,6 +24,12 @@ def test_own_loop_keeps_every_update_within_the_bound(capsys: pytest.CaptureFixt
     assert max(largest_kl) == pytest.approx(0.05, abs=1e-4)  # some tokens were projected, none lies outside
 
 
+@pytest.mark.parametrize("name", ["own_loop", "distil"])
+def test_page_shows_the_example_itself(name: str) -> None:
+    page = (EXAMPLES.parent / "docs" / "own-loop.md").read_text("utf-8")
+    assert f"```python\n{(EXAMPLES / f'{name}.py').read_text('utf-8')}```" in page
+
+
 def test_loop_learns_and_keeps_every_token_within_the_bound() -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, str(EXAMPLES / "loop.py"), "--rollouts", "14"]

@@ -40,7 +40,7 @@ class FunctionTests:
     A float allows any number within 1e-6, absolute or relative; `NaN` allows only `NaN`; all else must be equal.
     Tuples count as lists, and a list of one value as that value, because data sets wrap some outputs. Keys of JSON are
     texts: in `inputs`, texts of integers become integers; in `outputs`, the key `"1"` also matches 1, and `"null"`
-    matches None. The program can use the names that judges provide, see `docs/tasks.md`.
+    matches None. The program can use the names that judges provide, see `docs/reference/rewards.md`.
 
     Attributes:
         function: The function's name, or that of a method where the program has a class `Solution` instead.

@@ -1,4 +1,4 @@
-"""The comparison of memory agents in docs/trl.md is what was measured, and its controls are what they say."""
+"""Memory agents: docs/study/memory-agent.md has what was measured, and its controls are what they say."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def test_forgetful_agent_has_an_empty_memory(asked) -> None:
 
 
 def test_page_has_the_tables_and_every_run_counts() -> None:
-    rows, page = read_rows(controls.RESULT), (controls.RESULT.parents[1] / "trl.md").read_text()
+    rows, page = read_rows(controls.RESULT), (controls.RESULT.parents[1] / "study" / "memory-agent.md").read_text()
     assert controls.conversations_table(rows) in page
     assert controls.updates_table(rows) in page
     seeds = Counter(row["method"] for row in rows)

@@ -1,4 +1,4 @@
-"""The comparisons of movements in docs/episodic.md are what was measured."""
+"""The comparisons of movements in docs/study/movements.md are what was measured."""
 
 from statistics import fmean
 
@@ -25,9 +25,9 @@ def test_figure_has_the_mean_of_each_method_and_each_seed(name: str) -> None:
 
 @pytest.mark.parametrize("name", movements.SHOWN)
 def test_page_has_the_table_and_the_figure(name: str) -> None:
-    page, figure = (movements.DOCS / "episodic.md").read_text(), movements.figure(name)
+    page, figure = (movements.DOCS / "study" / "movements.md").read_text(), movements.figure(name)
     assert movements.outcome(read_rows(movements.result(name))) in page
-    assert f"](assets/{figure.name})" in page and figure.is_file()
+    assert f"](../assets/{figure.name})" in page and figure.is_file()
 
 
 @pytest.mark.parametrize("name", movements.SHOWN)

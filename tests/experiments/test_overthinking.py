@@ -1,4 +1,4 @@
-"""The comparison of rewards of tokens with a penalty on the length, in docs/estimators.md, is what was measured."""
+"""Rewards of tokens and a penalty on the length: docs/study/shorter-answers.md has what was measured."""
 
 import json
 
@@ -15,7 +15,8 @@ TINY += ["--eval_size", "16", "--per_device_train_batch_size", "8", "--per_devic
 
 
 def test_page_has_the_table() -> None:
-    page, made = (overthinking.RESULT.parents[1] / "estimators.md").read_text(), read_rows(overthinking.RESULT)
+    page = (overthinking.RESULT.parents[1] / "study" / "shorter-answers.md").read_text()
+    made = read_rows(overthinking.RESULT)
     weights = {recipe: overthinking.chosen(made, recipe) for recipe in overthinking.WEIGHTS}
     assert overthinking.outcome(made, weights, overthinking.SEEDS) in page
 

@@ -1,4 +1,4 @@
-"""The comparison on SmolLM2 in docs/estimators.md is what was measured, of a model that was taught several attempts."""
+"""SmolLM2 in docs/study/shorter-answers.md: what was measured, of a model that was taught several attempts."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_taught_model_is_trained_by_both_methods(tmp_path: Path) -> None:
 
 
 def test_page_has_the_table_and_every_run_counts() -> None:
-    page = (overthinking.RESULT.parents[1] / "estimators.md").read_text()
+    page = (overthinking.RESULT.parents[1] / "study" / "shorter-answers.md").read_text()
     rows = read_rows(overthinking_smollm2.RESULT)
     assert overthinking.outcome(rows, overthinking_smollm2.WEIGHTS, overthinking_smollm2.SEEDS) in page
     assert sorted((row["recipe"], row["seed"]) for row in rows) == sorted(

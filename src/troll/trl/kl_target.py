@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from troll.trl import seam
 from troll.trl.estimators import combine_rewards
+from troll.trl.monitor import CHOOSING
 from troll.trust_region.metrics import Tally, masked_total
 from troll.trust_region.rate import KLTarget
 
@@ -131,4 +132,4 @@ class KLTargetRate:
 
     def _warn(self, message: str) -> None:
         if self._trainer.accelerator.is_main_process:
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(f"{message} ({CHOOSING})", stacklevel=2)

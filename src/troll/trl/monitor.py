@@ -21,6 +21,8 @@ REMEDY = (
     "its weights with a lower {}; in fp16, use bf16"
 )
 _RATE = "learning_rate (a resumed run keeps that of its checkpoint)"
+#: Where users find how to choose the settings that warnings name.
+CHOOSING = "see docs/trl.md#choosing-kl_bound-and-kl_target"
 #: A larger fraction of projected tokens than this, over this many rollouts, is worth a warning. A healthy run had
 #: 11 %, and one with a bound that was too narrow 86 %.
 LARGE_FRACTION, WATCHED_ROLLOUTS = 0.3, 2
@@ -185,7 +187,7 @@ class Watch:
                     f"TROLL has had no effect so far: no token was projected in {IDLE_UPDATES} updates of a policy "
                     f"that had moved since its rollout. In the last one its mean KL was {kl / tokens:.1g} nats, and "
                     f"kl_bound is {kl_bound:g}. Raise {speed} or {reuse}, or "
-                    "lower kl_bound"
+                    f"lower kl_bound: {CHOOSING}"
                 )
         if self._recent is not None and self._looks_for_many:
             projected, tokens, rollouts = self._recent[0] + projected, self._recent[1] + tokens, self._recent[2] + last
@@ -195,7 +197,7 @@ class Watch:
                 return (
                     f"{projected / tokens:.0%} of the tokens of the last {WATCHED_ROLLOUTS} rollouts were projected, "
                     "so the bound rather than the advantages decides the update: raise kl_bound (now "
-                    f"{kl_bound:g}), or lower {speed} or {reuse}"
+                    f"{kl_bound:g}), or lower {speed} or {reuse}: {CHOOSING}"
                 )
         return None
 

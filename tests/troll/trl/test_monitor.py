@@ -1,6 +1,7 @@
 """The warnings about a trust region that projects nothing, or too much."""
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_watch_is_silent_where_nothing_has_to_be_projected(tmp_path, settings):
 def test_watch_names_the_setting_that_makes_rollouts_old(tmp_path, updates, reuse, projected):
     ((_, message),) = observed(watch(tmp_path, **updates), 220, projected, of=2)
     assert reuse in message
+
+
+@pytest.mark.parametrize("projected", [0.0, 1.0])
+def test_watch_names_a_section_that_the_page_has(tmp_path, projected):
+    ((_, message),) = observed(watch(tmp_path), 220, projected, of=2)
+    page, _, anchor = message.rpartition(": see ")[2].partition("#")
+    headings = re.findall("^## (.*)$", (Path(__file__).parents[3] / page).read_text("utf-8"), re.M)
+    assert anchor in {heading.lower().replace("`", "").replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("of", [1, 2, 8, 32])

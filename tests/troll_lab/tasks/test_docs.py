@@ -15,6 +15,7 @@ from troll_lab.tasks.judges import JUDGES, Judge
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference" / "tasks.md").read_text()
 EXAMPLES = ROOT / "examples" / "tasks"
 
 
@@ -30,7 +31,7 @@ def test_the_page_shows_the_examples():
 
 
 def test_the_page_names_the_data_sets_that_are_refused_or_have_a_verifier():
-    section = PAGE.partition("## Data sets of reasoning-gym\n")[2].partition("\n## ")[0]
+    section = REFERENCE.partition("## Data sets of reasoning-gym\n")[2].partition("\n## ")[0]
     texts = section.partition("any text:")[2].partition("\n- ")[0], section.partition("| refused | reason |\n")[2]
     verified, refused = (sorted(set(JUDGES).intersection(re.findall(r"`(\w+)`", text))) for text in texts)
     assert verified == [name for name, judge in JUDGES.items() if judge is Judge.VERIFIER]

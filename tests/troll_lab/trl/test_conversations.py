@@ -333,8 +333,8 @@ def test_completion_metrics_without_an_end_are_trls():
 
 
 def documented() -> dict[str, Any]:
-    """What the example of docs/trl.md defines."""
-    page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text()
+    """What the example of docs/reference/lab-trl.md defines."""
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "lab-trl.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def rollout(" in block]
     found: dict[str, Any] = {}
     exec(code, found)

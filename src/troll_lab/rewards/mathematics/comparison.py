@@ -9,7 +9,7 @@ process, takes polynomial time for any text.
 math-verify's own normalization is not used: it turns `5t` and `3h` into 5 and 3, closes parentheses at the first `)`,
 and makes a comma of "and". Its `verify`, which rounds to six decimals, decides only where no exact comparison applies.
 
-docs/tasks.md has the rules for users, and the known limits.
+docs/reference/rewards.md has the rules for users, and the known limits.
 """
 
 from __future__ import annotations
