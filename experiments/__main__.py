@@ -1,7 +1,7 @@
 """The tables of the study and their page, and contests of tuned methods.
 
 python -m experiments run docs/results/NAME.csv RECIPE --field value ... --output_dir runs/study/NAME
-python -m experiments third docs/results/third-a.csv [--seed SEED ...] [--jobs N]
+python -m experiments third docs/results/NAME.csv [--seed SEED ...] [--jobs N]
 python -m experiments collect RUNS... --output docs/results/NAME.csv
 python -m experiments page
 python -m experiments tune RECIPE --tune FIELD=VALUE,VALUE --tuning_seeds SEED ... --field value ...

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from pytest import MonkeyPatch
 
-from experiments import page, predictions, second, second_analysis, table, third, third_analysis, third_runs
-from experiments.collect import identity_of
+from experiments import grid, page, predictions, second, second_analysis, table, third, third_analysis, third_runs
+from experiments.collect import collect, identity_of
+from experiments.protocol import Phase
 from experiments.table import Result
 from experiments.third import Arm
-from tests.experiments.test_results import DOCS, fill, result
+from tests.experiments.test_results import DOCS, fill, result, run_folder
 from troll.trl import estimators, kl_target
 from troll.trust_region.rate import KLTarget, wanted_kl
+from troll_lab.runs.grid import PlannedRun
 
 METHODS = ("troll", "proximal", "penalty", "clip")
 
@@ -86,6 +88,32 @@ def test_each_planned_run_is_known_by_its_row() -> None:
             recipe, surrogate, rate, settings, seed = identity_of(run)
             row = result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings)
             assert [each for each, runs in third_analysis.contest(name, [row]).runs.items() if runs] == [arm]
+
+
+def test_run_makes_whole_seeds_in_order_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    made: list[tuple[int, int, str, str]] = []
+
+    def make(planned: list[PlannedRun], csv: Path, phase: Phase, folder: Path, *_: Any) -> tuple[str, int]:
+        (seed,) = {run.recipe.training.seed for run in planned}
+        made.append((seed, len(planned), phase, folder.name))
+        return "interrupted" if seed == 43 else "finished", len(planned)
+
+    monkeypatch.setattr(grid, "make", make)
+    assert third_runs.run(tmp_path / "third-d.csv", [42, 43, 44], tmp_path, 1) == ("interrupted", 24)
+    assert made == [(42, 12, "counted", "seed-42"), (43, 12, "counted", "seed-43")]
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "message"),
+    [
+        ("third-c", [40], "the third part's tables are third-a, third-b, third-d, third-rivals, got third-c"),
+        ("third-d", [40, 52], "the seeds of third-d are 40 to 51, got 52"),
+        ("third-a", [39], "the seeds of third-a are 40 to 63, got 39"),
+    ],
+)
+def test_run_refuses_what_the_protocol_has_not(tmp_path: Path, name: str, seeds: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        third_runs.run(tmp_path / f"{name}.csv", seeds, tmp_path, 1)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +224,15 @@ def test_rates_are_a_column_of_tables_that_have_them(tmp_path: Path) -> None:
         assert ("rates" in text.splitlines()[0]) == (len(each) == 2)
         (tmp_path / "results.csv").write_text(text)
         assert table.read_csv(tmp_path / "results.csv") == each
+
+
+@pytest.mark.parametrize(("target", "rates"), [(0.03, (1.235e-5, 1e-4)), (None, ())])
+def test_collecting_takes_the_rates_that_follow_a_target(
+    tmp_path: Path, target: float | None, rates: tuple[float, ...]
+) -> None:
+    collect([run_folder(tmp_path / "run", settings={"kl_target": target})], tmp_path / "new.csv", phase="exploratory")
+    (row,) = table.read_csv(tmp_path / "new.csv")
+    assert row.rates == rates and ("kl_target" in dict(row.settings)) == (target is not None)
 
 
 @pytest.fixture
