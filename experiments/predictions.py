@@ -56,7 +56,7 @@ def last_kls(table: str, method: str, found: Contest) -> dict[float, float]:
     ages = range(regime.staleness, regime.last_age + 1)
     share = 1.0 if method == "clip" else fmean((age / regime.last_age) ** EXPONENT for age in ages)
     kls_by_rate: dict[float, float] = {}
-    for rate, runs in found.methods[method].runs.items():
+    for rate, runs in found.methods[method].runs.items() if method in found.methods else ():
         kls = [run.token_kl for run in runs.values() if run.token_kl]
         kl = math.exp(fmean(map(math.log, kls))) / share if kls else 0.0
         if kl <= max(kls_by_rate.values(), default=0.0):
@@ -65,7 +65,7 @@ def last_kls(table: str, method: str, found: Contest) -> dict[float, float]:
     return kls_by_rate
 
 
-def predict(table: str, method: str, wanted: float, found: Contest) -> Prediction:
+def predict(table: str, method: str, wanted: float, found: Contest) -> Prediction | None:
     """The rate at which the KL of a rollout's last update is `wanted`, and the success there.
 
     Between two rates, the logarithm of the KL and the success are linear in the logarithm of the rate; beyond the last
@@ -76,8 +76,13 @@ def predict(table: str, method: str, wanted: float, found: Contest) -> Predictio
         method: The method's key in `second.METHODS`.
         wanted: W in nats.
         found: The second part's counted runs of the regime.
+
+    Returns:
+        The prediction; None if there are no runs.
     """
     kls = last_kls(table, method, found)
+    if not kls:
+        return None
     rates, logs = np.log(list(kls)), np.log(list(kls.values()))
     at = math.log(wanted)
     if not logs[0] <= at <= logs[-1]:
@@ -90,6 +95,10 @@ def predict(table: str, method: str, wanted: float, found: Contest) -> Predictio
 
 def losses(table: str, wanted: float, found: Contest) -> dict[str, float | None]:
     """Each method's predicted success minus that at its best constant rate; None where nothing is predicted."""
-    expected = {method: predict(table, method, wanted, found).success for method in third.REGIMES[table].methods}
-    best = {method: found.methods[method].means[found.methods[method].best_rate] for method in expected}
-    return {method: None if success is None else success - best[method] for method, success in expected.items()}
+    differences: dict[str, float | None] = {}
+    for method in third.REGIMES[table].methods:
+        expected = predict(table, method, wanted, found)
+        differences[method] = None
+        if expected is not None and expected.success is not None:
+            differences[method] = expected.success - max(found.methods[method].means.values())
+    return differences

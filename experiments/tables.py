@@ -386,8 +386,10 @@ def third_laws(former: Mapping[str, Contest]) -> str:
     return table(["KL of the last update", "T", *letters], lines)
 
 
-def _predicted(found: predictions.Prediction) -> str:
+def _predicted(found: predictions.Prediction | None) -> str:
     """A rate and the success there; a rate beyond those that were run has none."""
+    if found is None:
+        return NOTHING
     return (
         f"{found.rate:.1e}".replace("e-0", "e-") + f": {NOTHING if found.success is None else percent(found.success)}"
     )

@@ -194,16 +194,24 @@ def test_predictions_find_the_rate_of_a_kl_and_the_success_there() -> None:
     found = second_part(kl=0.03, power=1.5)
     assert list(predictions.last_kls("third-a", "troll", found)) == [3e-5, 1e-4, 3e-4]  # without the collapse
     at_the_best = predictions.predict("third-a", "troll", 0.03, found)
+    assert at_the_best is not None
     assert (at_the_best.rate, at_the_best.success) == (pytest.approx(1e-4), pytest.approx(0.4))
     assert predictions.last_kls("third-a", "clip", replace(found, methods={"clip": found.methods["troll"]}))[
         1e-4
     ] == pytest.approx(0.03 * np.mean([(age / 7) ** 1.7 for age in range(8)]))  # its rows have the last update's
     halfway = predictions.predict("third-a", "troll", 0.03 * 3**0.75, found)
+    assert halfway is not None
     assert (halfway.rate, halfway.success) == (pytest.approx(1e-4 * math.sqrt(3)), pytest.approx(0.35))
     beyond = predictions.predict("third-a", "troll", 1.0, found)
-    assert beyond.success is None and beyond.rate > 3e-4
+    assert beyond is not None and beyond.success is None and beyond.rate > 3e-4
     below = predictions.predict("third-a", "troll", 1e-4, found)
-    assert below.success is None and below.rate < 3e-5
+    assert below is not None and below.success is None and below.rate < 3e-5
+
+
+def test_nothing_is_predicted_without_runs() -> None:
+    found = replace(second_part(0.03, 1.5), methods={})
+    assert predictions.predict("third-a", "troll", 0.03, found) is None
+    assert predictions.losses("third-a", 0.03, found) == dict.fromkeys(METHODS)
 
 
 def test_page_shows_the_third_part_with_and_without_its_runs(tmp_path: Path) -> None:
