@@ -118,7 +118,13 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         commit=run.summary.get("commit") or "",
         machine=str(run.summary.get("machine", "")),
         versions=" ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items()),
+        rates=() if run.settings.get("kl_target") is None else _rates(run),
     )
+
+
+def _rates(run: Run) -> tuple[float, ...]:
+    """The learning rate of each rollout's last update. The last line of a run may be a summary without a rate."""
+    return tuple(map(_rounded, metric(run.rows, "learning_rate").tolist()))
 
 
 def _setting(run: Run, name: str) -> Any:

@@ -6,7 +6,9 @@ A template is a page's prose. Between double braces stands what the data fill in
 `{{figure second-contrasts}}`, and `{{figure TABLE}}`, that of a table's exploratory runs;
 `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept and learned;
 `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any;
-`{{second TABLE}}`, the runs of a regime of the second part, and `{{second hypotheses}}`; and within a sentence
+`{{second TABLE}}`, the runs of a regime of the second part, and `{{second hypotheses}}`;
+`{{third TABLE}}`, the runs of a regime of the third part, `{{third hypotheses}}`, `{{third predictions}}` and
+`{{third laws}}`; and within a sentence `{{third size}}`, how many of its runs there are,
 `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
 rates or, with ` @ RATE`, at one. In the second part a regime is a table's name, and methods are the keys of
 `second.METHODS`.
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments import figures, second, second_analysis, tables
+from experiments import figures, second, second_analysis, tables, third, third_analysis
 from experiments.analysis import Section, exploratory_sections, primary_sections
 from experiments.protocol import METHODS, REGIMES
 from experiments.second_analysis import Contest
@@ -94,9 +96,10 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     Raises:
         ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
     """
-    first = {name: results for name, results in rows.items() if name not in second.REGIMES}
+    first = {name: results for name, results in rows.items() if name not in {**second.REGIMES, **third.REGIMES}}
     primary = primary_sections(first, folder)
     contests = {name: second_analysis.contest(name, rows.get(name, ())) for name in second.REGIMES}
+    targeted = {name: third_analysis.contest(name, rows.get(name, ())) for name in third.REGIMES}
     explored = exploratory_sections(first)
     asked = {" ".join(key.split()) for template in templates.values() for key in _PLACEHOLDER.findall(template)}
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
@@ -114,6 +117,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         "moved": lambda: [tables.moved(sections)],
         "tabular": lambda: [tables.tabular(_measured(folder, "tabular-cpu").get("rows", []))],
         "second hypotheses": lambda: [tables.second_hypotheses(contests)],
+        "third hypotheses": lambda: [tables.third_hypotheses(targeted)],
+        "third predictions": lambda: [tables.third_predictions(contests)],
+        "third laws": lambda: [tables.third_laws(contests)],
         "signal": lambda: [tables.signal(_measured(folder, "signal"))],
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
@@ -141,6 +147,10 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
             return _block(key, _regime(primary[name], pages))
         if kind == "second" and name in second.REGIMES:
             return _block(key, [tables.second_runs(contests[name]), tables.second_tuning(name, rows.get(name, ()))])
+        if kind == "third" and name in third.REGIMES:
+            return _block(key, [tables.third_runs(targeted[name], contests[third.REGIMES[name].table])])
+        if key == "third size":
+            return tables.third_size(targeted.values())
         if kind == "kept" and name in REGIMES:
             return _block(key, [tables.kept(primary[name])])
         if kind == "figure" and name:

@@ -314,13 +314,13 @@ def _place(table: str, row: Result) -> _Place | None:
     named = dict(row.settings)
     for place, settings in _settings(table).items():
         if (row.regime, row.surrogate) == (second.REGIMES[table].recipe, second.METHODS[place[0]].surrogate) and all(
-            _value(named.get(name)) == _value(value) for name, value in settings.items()
+            value_of(named.get(name)) == value_of(value) for name, value in settings.items()
         ):
             return place
     return None
 
 
-def _value(text: str | None) -> float | str | None:
+def value_of(text: str | None) -> float | str | None:
     """A setting in a form that can be compared: a number may be written in several ways."""
     try:
         return text if text is None else float(text)

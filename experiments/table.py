@@ -32,6 +32,7 @@ Identity = tuple[str, str, float, Settings, int]
 WINDOW = 5
 
 _IDENTITY = ("regime", "surrogate", "learning_rate")  # the settings follow them
+_RATES = "rates"  # only tables that have any
 _REST = (
     "seed",
     "phase",
@@ -88,6 +89,7 @@ class Result:
         commit: The commit of the code, with a `+` if the package had changed since; empty if unknown.
         machine: The machine on which it ran.
         versions: The versions of Python and the packages.
+        rates: The learning rate of each rollout's last update, if it follows a KL target; empty without.
     """
 
     regime: str
@@ -112,6 +114,7 @@ class Result:
     commit: str
     machine: str
     versions: str
+    rates: tuple[float, ...] = ()
 
     @property
     def identity(self) -> Identity:
@@ -196,8 +199,9 @@ def merge(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
 def to_csv(results: Sequence[Result]) -> str:
     """The table as CSV, in the order of the rows."""
     settings = sorted({name for row in results for name, _ in row.settings})
-    rows = [{name: _text(getattr(row, name)) for name in (*_IDENTITY, *_REST)} | dict(row.settings) for row in results]
-    table = pd.DataFrame(rows, columns=[*_IDENTITY, *settings, *_REST], dtype=str)
+    rest = [*_REST, _RATES] if any(row.rates for row in results) else [*_REST]
+    rows = [{name: _text(getattr(row, name)) for name in (*_IDENTITY, *rest)} | dict(row.settings) for row in results]
+    table = pd.DataFrame(rows, columns=[*_IDENTITY, *settings, *rest], dtype=str)
     return str(table.to_csv(index=False, na_rep="", lineterminator="\n"))
 
 
@@ -220,7 +224,7 @@ def read_csv(path: Path) -> list[Result]:
 
 
 def _parse(row: dict[str, str]) -> Result:
-    known = {*_IDENTITY, *_REST}
+    known = {*_IDENTITY, *_REST, _RATES}
     if row["phase"] not in get_args(Phase):
         raise ValueError(f"phase must be one of {', '.join(get_args(Phase))}, got {row['phase']!r}")
     return Result(
@@ -246,6 +250,7 @@ def _parse(row: dict[str, str]) -> Result:
         commit=row["commit"],
         machine=row["machine"],
         versions=row["versions"],
+        rates=tuple(map(float, row.get(_RATES, "").split())),
     )
 
 

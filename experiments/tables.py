@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from experiments import second, second_analysis
+from experiments import predictions, second, second_analysis, third, third_analysis
 from experiments.analysis import Method, Section, lead_shrinks
 from experiments.contest import counts_text, range_text, rate_text
 from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES, letter
@@ -276,6 +276,138 @@ def second_hypotheses(contests: Mapping[str, Contest]) -> str:
                 ]
             )
     return table(head, rows)
+
+
+def third_hypotheses(contests: Mapping[str, third_analysis.Contest]) -> str:
+    """K1 and K2 of the third part: the pooled difference, the methods', and the verdict, in each regime and overall."""
+    found = third_analysis.hypotheses(contests.values())
+    methods = list(next(iter(contests.values())).regime.methods)
+    head = ["hypothesis", "regime", "seeds", "all methods", *(second.METHODS[each].name for each in methods), "p"]
+    rows = [
+        [
+            each.name,
+            contests[each.table].regime.name.partition(" ")[0],
+            f"{len(contests[each.table].seeds)} of {len(contests[each.table].regime.seeds)}",
+            difference(each.estimate),
+            *(difference(each.by_method.get(method)) for method in methods),
+            p_value(each.p_value),
+            each.verdict if contests[each.table].regime.gates else NOTHING,
+        ]
+        for each in found
+    ]
+    rows += [
+        [name, "(a) and (b)", *[NOTHING] * (len(methods) + 3), third_analysis.overall(name, found)]
+        for name in dict.fromkeys(each.name for each in found)
+    ]
+    return table([*head, "verdict"], rows)
+
+
+def third_size(contests: Iterable[third_analysis.Contest]) -> str:
+    """How many of the third part's runs there are."""
+    found = list(contests)
+    return f"{sum(each.size for each in found)} of {sum(each.planned for each in found)} counted runs"
+
+
+def third_runs(found: third_analysis.Contest, former: Contest) -> str:
+    """Success of each method from both starts and at its constant rate, next to what was predicted, and the rates.
+
+    Args:
+        found: The counted runs of a regime.
+        former: The second part's runs of the regime, from which the prediction is.
+    """
+    wanted = third.TARGET * predictions.LAWS[predictions.LAW](found.regime.last_age)
+    lines = []
+    for method in found.regime.methods:
+        arms = found.at(method)
+        low, high, constant = (list(found.runs[arm].values()) for arm in arms)
+        lines.append(
+            [
+                second.METHODS[method].name,
+                *(_cell(low), _cell(high), _cell(constant)),
+                f"{rate_text(arms[-1].rate)}",
+                _predicted(predictions.predict(found.table, method, wanted, former)),
+                *(_late_rates(runs) for runs in (low, high)),
+            ]
+        )
+    starts = [f"from {rate_text(start)}" for start in third.STARTS]
+    head = ["", *starts, "constant rate", "which", "predicted rate and success", *(f"rates {each}" for each in starts)]
+    status = f"{found.size} of {found.planned} counted runs" + ("" if found.complete else "; interim")
+    return f"*{found.regime.name}: {status}.*\n\n{table(head, lines)}"
+
+
+def third_predictions(former: Mapping[str, Contest]) -> str:
+    """Which rate each target leads to, and its success minus that at the best constant rate, from the second part.
+
+    Args:
+        former: The second part's runs, by the name of its tables.
+    """
+    lines = []
+    for name, regime in third.REGIMES.items():
+        runs = former[regime.table]
+        for target in predictions.TARGETS:
+            wanted = target * predictions.LAWS[predictions.LAW](regime.last_age)
+            losses = predictions.losses(name, wanted, runs)
+            lines.append(
+                [
+                    regime.name.partition(" ")[0],
+                    f"{target:g}",
+                    f"{wanted:.2g}",
+                    *(
+                        _predicted(predictions.predict(name, method, wanted, former[regime.table]))
+                        for method in regime.methods
+                    ),
+                    _mean_loss(losses.values()),
+                ]
+            )
+    methods = next(iter(third.REGIMES.values())).methods
+    names = [second.METHODS[method].name for method in methods]
+    return table(["regime", "T", "KL of the last update", *names, "mean minus best rate"], lines)
+
+
+def third_laws(former: Mapping[str, Contest]) -> str:
+    """The mean predicted loss of each law of the wanted KL, by regime and target.
+
+    Args:
+        former: The second part's runs, by the name of its tables.
+    """
+    lines = [
+        [
+            f"T · {law}" if law != "1" else "T",
+            f"{target:g}",
+            *(
+                _mean_loss(predictions.losses(name, target * factor(regime.last_age), former[regime.table]).values())
+                for name, regime in third.REGIMES.items()
+            ),
+        ]
+        for law, factor in predictions.LAWS.items()
+        for target in predictions.TARGETS
+    ]
+    letters = [regime.name.partition(" ")[0] for regime in third.REGIMES.values()]
+    return table(["KL of the last update", "T", *letters], lines)
+
+
+def _predicted(found: predictions.Prediction | None) -> str:
+    """A rate and the success there; a rate beyond those that were run has none."""
+    if found is None:
+        return NOTHING
+    return (
+        f"{found.rate:.1e}".replace("e-0", "e-") + f": {NOTHING if found.success is None else percent(found.success)}"
+    )
+
+
+def _mean_loss(losses: Iterable[float | None]) -> str:
+    """The mean over methods; nothing if one of them has no prediction."""
+    known = list(losses)
+    return NOTHING if None in known else points(fmean(each for each in known if each is not None))
+
+
+def _late_rates(runs: Sequence[Result]) -> str:
+    """The range of the rates in the second half of training, without the lowest and the highest tenth."""
+    late = sorted(rate for run in runs for rate in run.rates[len(run.rates) // 2 :])
+    if not late:
+        return NOTHING
+    tenth = len(late) // 10
+    return f"{late[tenth]:.1e} to {late[-1 - tenth]:.1e}".replace("e-0", "e-")
 
 
 def tabular(rows: Sequence[Mapping[str, Any]]) -> str:

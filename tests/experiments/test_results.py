@@ -237,10 +237,10 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
         "versions": {"python": "3.11", "torch": "2.13"},
     }
     (folder / "summary.json").write_text(json.dumps(summary | changes))
-    success, kl = "rewards/success/mean", "trust_region/kl_before_mean"
+    success, kl, rate = "rewards/success/mean", "trust_region/kl_before_mean", "learning_rate"
     logs = [
-        {"step": 8, success: 1 / 256, "rewards/right/mean": 0.875, "entropy": 0.123456, kl: 0.001},
-        {"step": 16, success: 3 / 256, "entropy": 0.1, kl: 0.003},
+        {"step": 8, success: 1 / 256, "rewards/right/mean": 0.875, "entropy": 0.123456, kl: 0.001, rate: 1.23456e-5},
+        {"step": 16, success: 3 / 256, "entropy": 0.1, kl: 0.003, rate: 1e-4},
         {"step": 16, "eval_rewards/success/mean": 0.5, "eval_rewards/right/mean": 0.75},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logs))

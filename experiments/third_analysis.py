@@ -1,0 +1,205 @@
+"""The analysis of the protocol's third part: whether the start matters under a KL target, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from scipy import stats
+
+from experiments import second, third
+from experiments.inference import equivalence_p_value, holm
+from experiments.protocol import LEVEL, MARGIN
+from experiments.second_analysis import value_of
+from experiments.table import Result
+from experiments.third import Arm
+from troll_lab.runs.statistics import SeedMean, seed_mean
+
+Verdict = Literal["holds", "refuted", "open"]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The counted runs of a regime.
+
+    Attributes:
+        table: The name of the regime's table.
+        runs: The runs by arm and seed, with every arm of the protocol.
+    """
+
+    table: str
+    runs: Mapping[Arm, Mapping[int, Result]]
+
+    @property
+    def regime(self) -> third.Regime:
+        """The regime."""
+        return third.REGIMES[self.table]
+
+    @property
+    def size(self) -> int:
+        """The number of runs."""
+        return sum(map(len, self.runs.values()))
+
+    @property
+    def planned(self) -> int:
+        """The number of runs that the protocol wants."""
+        return len(self.runs) * len(self.regime.seeds)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds that have all their runs."""
+        return sorted(set.intersection(*(set(runs) for runs in self.runs.values())))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all runs of the protocol are there."""
+        return self.size == self.planned
+
+    def at(self, method: str) -> tuple[Arm, Arm, Arm]:
+        """A method's arms: from the low start, from the high start, and at its constant rate."""
+        low, high, constant = (arm for arm in self.runs if arm.method == method)
+        return low, high, constant
+
+    def start_differences(self, methods: Iterable[str]) -> list[float]:
+        """Success from the high start minus that from the low one, the mean over methods, for each complete seed."""
+        return self._differences(methods, lambda low, high, _: high - low)
+
+    def control_differences(self, methods: Iterable[str]) -> list[float]:
+        """Success with the target, the mean over starts, minus that at the constant rate; the mean over methods."""
+        return self._differences(methods, lambda low, high, constant: (low + high) / 2 - constant)
+
+    def _differences(self, methods: Iterable[str], difference: Callable[[float, float, float], float]) -> list[float]:
+        return [
+            fmean(difference(*(self.runs[arm][seed].success_after for arm in self.at(method))) for method in methods)
+            for seed in self.seeds
+        ]
+
+
+def contest(table: str, rows: Sequence[Result]) -> Contest:
+    """The counted runs of a regime.
+
+    Args:
+        table: The name of the regime's table.
+        rows: The runs of that table.
+
+    Raises:
+        ValueError: If the protocol does not have a run.
+    """
+    runs: dict[Arm, dict[int, Result]] = {arm: {} for arm in third.arms(table)}
+    for row in rows:
+        arm = next((arm for arm in runs if _is_of(row, table, arm)), None)
+        if arm is None or row.phase != "counted" or row.seed not in third.REGIMES[table].seeds:
+            raise ValueError(
+                f"{table}: the protocol has no {row.phase} run of {row.surrogate} at {row.learning_rate:g} with seed "
+                f"{row.seed} and these settings"
+            )
+        runs[arm][row.seed] = row
+    return Contest(table, runs)
+
+
+def _is_of(row: Result, table: str, arm: Arm) -> bool:
+    named = dict(row.settings)
+    return (row.regime, row.surrogate, row.learning_rate) == (
+        second.REGIMES[third.REGIMES[table].table].recipe,
+        second.METHODS[arm.method].surrogate,
+        arm.rate,
+    ) and all(value_of(named.get(name)) == value_of(value) for name, value in third.settings_of(table, arm).items())
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """K1 or K2 in one regime.
+
+    Attributes:
+        name: Its name in `docs/study/study.md`.
+        table: The name of the regime's table.
+        estimate: The mean difference over the complete seeds, pooled over methods; None for fewer than two.
+        by_method: The same of each method, by its key in `second.METHODS`.
+        p_value: That of the test that it holds; None before all runs are there.
+        verdict: What follows.
+    """
+
+    name: str
+    table: str
+    estimate: SeedMean | None
+    by_method: Mapping[str, SeedMean]
+    p_value: float | None
+    verdict: Verdict
+
+
+def hypotheses(contests: Iterable[Contest]) -> list[Hypothesis]:
+    """K1 and K2 of `docs/study/study.md`, in each regime."""
+    found = []
+    for one in contests:
+        found += [
+            _hypothesis("K1", one, one.start_differences, equal_within_margin),
+            _hypothesis("K2", one, one.control_differences, not_worse_than_margin),
+        ]
+    return found
+
+
+def _hypothesis(
+    name: str,
+    found: Contest,
+    differences: Callable[[Iterable[str]], list[float]],
+    test: Callable[[Sequence[float], Sequence[Sequence[float]]], tuple[float, Verdict]],
+) -> Hypothesis:
+    pooled, single = differences(found.regime.methods), {each: differences([each]) for each in found.regime.methods}
+    p_value: float | None = None
+    verdict: Verdict = "open"
+    if found.complete:
+        p_value, verdict = test(pooled, list(single.values()))
+    means = {method: mean for method, values in single.items() if (mean := _mean(values))}
+    return Hypothesis(name, found.table, _mean(pooled), means, p_value, verdict)
+
+
+def equal_within_margin(pooled: Sequence[float], single: Sequence[Sequence[float]]) -> tuple[float, Verdict]:
+    """K1: two one-sided t tests at ±5 points; refuted if one t test shows that it is beyond one of the two.
+
+    Args:
+        pooled: The difference of each seed, over all methods.
+        single: Not used: single methods have too few seeds.
+
+    Returns:
+        The p-value, and the verdict.
+    """
+    p_value = equivalence_p_value(pooled, MARGIN)
+    assert p_value is not None  # a complete regime has seeds
+    beyond = min(_above(pooled, MARGIN), _above([-value for value in pooled], MARGIN))
+    return p_value, "holds" if p_value < LEVEL else "refuted" if beyond < LEVEL else "open"
+
+
+def not_worse_than_margin(pooled: Sequence[float], single: Sequence[Sequence[float]]) -> tuple[float, Verdict]:
+    """K2: a one-sided t test that the difference is above −5 points, and no method's mean is below it.
+
+    It is refuted if a t test shows that the difference is below, or with Holm's correction that of a method.
+
+    Args:
+        pooled: The difference of each seed, over all methods.
+        single: The differences of each method.
+
+    Returns:
+        The p-value, and the verdict.
+    """
+    p_value = _above(pooled, -MARGIN)
+    below = [_above([-value for value in values], MARGIN) for values in (pooled, *single)]
+    if p_value < LEVEL and min(map(fmean, single)) >= -MARGIN:
+        return p_value, "holds"
+    return p_value, "refuted" if min(below[0], *holm(below[1:])) < LEVEL else "open"
+
+
+def overall(name: str, found: Iterable[Hypothesis]) -> Verdict:
+    """The verdict on a hypothesis: it holds if it does in each regime that decides, and is refuted if it is in one."""
+    verdicts = {each.verdict for each in found if each.name == name and third.REGIMES[each.table].gates}
+    return "refuted" if "refuted" in verdicts else "holds" if verdicts == {"holds"} else "open"
+
+
+def _above(differences: Sequence[float], bound: float) -> float:
+    """The p-value of the one-sided t test that the mean is above a bound."""
+    return float(stats.ttest_1samp(differences, bound, alternative="greater").pvalue)
+
+
+def _mean(values: Sequence[float]) -> SeedMean | None:
+    return seed_mean(values) if len(values) > 1 else None

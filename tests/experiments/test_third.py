@@ -1,0 +1,273 @@
+"""The third part of the protocol: its runs, what decides it, and what was predicted."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pytest import MonkeyPatch
+
+from experiments import grid, page, predictions, second, second_analysis, table, third, third_analysis, third_runs
+from experiments.collect import collect, identity_of
+from experiments.protocol import Phase
+from experiments.table import Result
+from experiments.third import Arm
+from tests.experiments.test_results import DOCS, fill, result, run_folder
+from troll.trl import estimators, kl_target
+from troll.trust_region.rate import KLTarget, wanted_kl
+from troll_lab.runs.grid import PlannedRun
+
+METHODS = ("troll", "proximal", "penalty", "clip")
+
+
+def settings(name: str, arm: Arm) -> tuple[tuple[str, str], ...]:
+    named = {**third.settings_of(name, arm), "tail": "bucket"}
+    return tuple(sorted((field, value) for field, value in named.items() if value is not None))
+
+
+def rows(name: str, shifts: dict[tuple[str, int], float] | None = None) -> list[Result]:
+    """The complete runs of a regime: 50 % in the mean of an arm, plus its shift, by method and the arm's place."""
+    found, rng, seeds = [], np.random.default_rng(0), third.REGIMES[name].seeds
+    for arm, place in zip(third.arms(name), 4 * [0, 1, 2], strict=True):
+        noise = 0.02 * rng.standard_normal(len(seeds))
+        for seed, deviation in zip(seeds, noise - noise.mean(), strict=True):
+            run = result(
+                second.METHODS[arm.method].surrogate,
+                arm.rate,
+                seed,
+                0.5,
+                regime=second.REGIMES[third.REGIMES[name].table].recipe,
+                settings=settings(name, arm),
+                rates=() if arm.target is None else (arm.rate, 1e-4, 2e-4),
+            )
+            shift = (shifts or {}).get((arm.method, place), 0.0)
+            found.append(replace(run, success_after=0.5 + shift + deviation))
+    return found
+
+
+def shifted(place: int, by: float, methods: Sequence[str] = METHODS) -> dict[tuple[str, int], float]:
+    return {(method, place): by for method in methods}
+
+
+def verdicts(**shifts: dict[tuple[str, int], float]) -> dict[str, str]:
+    """The verdicts on K1 and K2 over regimes with these shifts, by the regime's letter."""
+    contests = [third_analysis.contest(name, rows(name, shifts.get(name[-1]))) for name in third.REGIMES]
+    found = third_analysis.hypotheses(contests)
+    return {name: third_analysis.overall(name, found) for name in ("K1", "K2")}
+
+
+def test_methods_have_the_configurations_and_rates_that_the_second_part_found_best() -> None:
+    tables = page.read_tables(DOCS / "results")
+    for regime in third.REGIMES.values():
+        chosen = second_analysis.chosen(second_analysis.candidates(regime.table, tables[regime.table]))
+        found = second_analysis.contest(regime.table, tables[regime.table])
+        for method, (changes, rate) in regime.methods.items():
+            assert (changes, rate) == (chosen[method].changes, found.methods[method].best_rate), (regime.name, method)
+
+
+def test_ages_are_those_of_the_recipes() -> None:
+    for name, regime in third.REGIMES.items():
+        for arm in third.arms(name)[:1]:
+            training = third_runs.planned_run(name, arm, 40).recipe.training
+            assert (training.updates_per_rollout, training.anchor_staleness) == (regime.updates, regime.staleness)
+    assert all(predictions.LAWS[predictions.LAW](age) == pytest.approx(wanted_kl(1, age, age)) for age in (7, 31, 135))
+
+
+def test_each_planned_run_is_known_by_its_row() -> None:
+    assert sum(len(third.arms(name)) * len(regime.seeds) for name, regime in third.REGIMES.items()) == 720
+    for name, regime in third.REGIMES.items():
+        planned = {arm: third_runs.planned_run(name, arm, regime.seeds[0]) for arm in third.arms(name)}
+        assert len({run.name for run in planned.values()}) == 12
+        for arm, run in planned.items():
+            recipe, surrogate, rate, settings, seed = identity_of(run)
+            row = result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings)
+            assert [each for each, runs in third_analysis.contest(name, [row]).runs.items() if runs] == [arm]
+
+
+def test_run_makes_whole_seeds_in_order_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    made: list[tuple[int, int, str, str]] = []
+
+    def make(planned: list[PlannedRun], csv: Path, phase: Phase, folder: Path, *_: Any) -> tuple[str, int]:
+        (seed,) = {run.recipe.training.seed for run in planned}
+        made.append((seed, len(planned), phase, folder.name))
+        return "interrupted" if seed == 43 else "finished", len(planned)
+
+    monkeypatch.setattr(grid, "make", make)
+    assert third_runs.run(tmp_path / "third-d.csv", [42, 43, 44], tmp_path, 1) == ("interrupted", 24)
+    assert made == [(42, 12, "counted", "seed-42"), (43, 12, "counted", "seed-43")]
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "message"),
+    [
+        ("third-c", [40], "the third part's tables are third-a, third-b, third-d, third-rivals, got third-c"),
+        ("third-d", [40, 52], "the seeds of third-d are 40 to 51, got 52"),
+        ("third-a", [39], "the seeds of third-a are 40 to 63, got 39"),
+    ],
+)
+def test_run_refuses_what_the_protocol_has_not(tmp_path: Path, name: str, seeds: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        third_runs.run(tmp_path / f"{name}.csv", seeds, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 39},
+        {"phase": "exploratory"},
+        {"learning_rate": 1e-3},
+        {"settings": ()},
+        {"regime": "sparse-signal-long"},
+    ],
+)
+def test_a_run_that_the_third_part_has_not_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="third-a: the protocol has no"):
+        third_analysis.contest("third-a", [replace(rows("third-a")[0], **changes)])
+
+
+def test_equal_arms_hold_in_all_regimes() -> None:
+    assert verdicts() == {"K1": "holds", "K2": "holds"}
+
+
+def test_a_start_that_matters_refutes_the_first_hypothesis_only() -> None:
+    """Whichever is worse. The mean over starts is 4 points below the constant rate, which still holds."""
+    assert verdicts(b=shifted(0, -0.08)) == {"K1": "refuted", "K2": "holds"}
+    assert verdicts(b=shifted(0, 0.08)) == {"K1": "refuted", "K2": "holds"}
+
+
+def test_a_target_that_loses_refutes_the_second_hypothesis_only() -> None:
+    assert verdicts(a=shifted(2, 0.08)) == {"K1": "holds", "K2": "refuted"}
+    assert verdicts(a=shifted(2, -0.2)) == {"K1": "holds", "K2": "holds"}  # it may gain
+
+
+def test_one_method_that_loses_refutes_the_second_hypothesis_and_one_that_may_leaves_it_open() -> None:
+    assert verdicts(a=shifted(2, 0.12, ("clip",))) == {"K1": "holds", "K2": "refuted"}
+    assert verdicts(a=shifted(2, 0.053, ("clip",))) == {"K1": "holds", "K2": "open"}
+
+
+def test_a_difference_at_the_margin_is_open() -> None:
+    assert verdicts(a={**shifted(2, 0.05), **shifted(1, 0.05)}) == {"K1": "open", "K2": "holds"}
+
+
+def test_old_rollouts_decide_nothing() -> None:
+    assert verdicts(d={**shifted(0, -0.3)}) == {"K1": "holds", "K2": "holds"}
+
+
+def test_everything_is_open_until_the_last_run_is_there() -> None:
+    contests = [third_analysis.contest(name, rows(name)[name == "third-b" :]) for name in third.REGIMES]
+    found = third_analysis.hypotheses(contests)
+    assert [each.verdict for each in found if each.table == "third-b"] == ["open"] * 2
+    assert {each.p_value for each in found if each.table == "third-b"} == {None}
+    assert [third_analysis.overall(name, found) for name in ("K1", "K2")] == ["open"] * 2
+    assert (contests[1].size, contests[1].planned, len(contests[1].seeds)) == (287, 288, 23)
+    (first, *_) = [each for each in found if each.table == "third-b"]
+    assert first.estimate is not None and first.estimate.size == 23  # seeds with all runs are shown
+
+
+def second_part(kl: float, power: float) -> second_analysis.Contest:
+    """Runs of part two whose KL in the last of eight updates is kl at 1e-4, and that collapse at 1e-3."""
+    method, changes = "troll", second.METHODS["troll"].configurations[0]
+    named = {**second.settings_of(method, changes), "tail": "bucket"}
+    fields = tuple(sorted((field, value) for field, value in named.items() if value is not None))
+    share = np.mean([(age / 7) ** 1.7 for age in range(8)])
+    made = []
+    for rate, success in ((3e-5, 0.2), (1e-4, 0.4), (3e-4, 0.3), (1e-3, 0.0)):
+        last = 1e-4 if rate == 1e-3 else kl * (rate / 1e-4) ** power
+        made += [
+            replace(
+                result("troll", rate, seed, 0.5, settings=fields, token_kl=last * share * factor), success_after=success
+            )
+            for seed, factor in ((20, 0.5), (21, 2.0))  # a geometric mean of 1
+        ]
+    runs = {rate: {row.seed: row for row in made if row.learning_rate == rate} for rate in (3e-5, 1e-4, 3e-4, 1e-3)}
+    found = second_analysis.Method("troll", fields, "TROLL", runs)
+    return second_analysis.Contest(second.REGIMES["second-a"], {"troll": found})
+
+
+def test_predictions_find_the_rate_of_a_kl_and_the_success_there() -> None:
+    found = second_part(kl=0.03, power=1.5)
+    assert list(predictions.last_kls("third-a", "troll", found)) == [3e-5, 1e-4, 3e-4]  # without the collapse
+    at_the_best = predictions.predict("third-a", "troll", 0.03, found)
+    assert at_the_best is not None
+    assert (at_the_best.rate, at_the_best.success) == (pytest.approx(1e-4), pytest.approx(0.4))
+    assert predictions.last_kls("third-a", "clip", replace(found, methods={"clip": found.methods["troll"]}))[
+        1e-4
+    ] == pytest.approx(0.03 * np.mean([(age / 7) ** 1.7 for age in range(8)]))  # its rows have the last update's
+    halfway = predictions.predict("third-a", "troll", 0.03 * 3**0.75, found)
+    assert halfway is not None
+    assert (halfway.rate, halfway.success) == (pytest.approx(1e-4 * math.sqrt(3)), pytest.approx(0.35))
+    beyond = predictions.predict("third-a", "troll", 1.0, found)
+    assert beyond is not None and beyond.success is None and beyond.rate > 3e-4
+    below = predictions.predict("third-a", "troll", 1e-4, found)
+    assert below is not None and below.success is None and below.rate < 3e-5
+
+
+def test_nothing_is_predicted_without_runs() -> None:
+    found = replace(second_part(0.03, 1.5), methods={})
+    assert predictions.predict("third-a", "troll", 0.03, found) is None
+    assert predictions.losses("third-a", 0.03, found) == dict.fromkeys(METHODS)
+
+
+def test_page_shows_the_third_part_with_and_without_its_runs(tmp_path: Path) -> None:
+    committed = {name: each for name, each in page.read_tables(DOCS / "results").items() if name in second.REGIMES}
+    template = "{{third size}} {{third hypotheses}} {{third third-b}} {{third predictions}} {{third laws}}"
+    text, _ = fill(committed, tmp_path, template)
+    assert "0 of 720 counted runs" in text and "| K1 | (a) and (b) | – | – | – | – | – | – | – | open |" in text
+    text, _ = fill({**committed, "third-b": rows("third-b", shifted(0, -0.2))}, tmp_path, template)
+    assert "288 of 720 counted runs" in text and "*(b) 32 updates a rollout: 288 of 288 counted runs.*" in text
+    assert "refuted |" in text and "| (a) and (b) | – | – | – | – | – | – | – | refuted |" in text
+    assert "| 1.0e-4 to 2.0e-4 |" in text  # the rates of the second half
+
+
+def test_rates_are_a_column_of_tables_that_have_them(tmp_path: Path) -> None:
+    with_rates, without = rows("third-a")[0], rows("third-a")[-1]
+    for each in ([with_rates, without], [without]):
+        text = table.to_csv(each)
+        assert ("rates" in text.splitlines()[0]) == (len(each) == 2)
+        (tmp_path / "results.csv").write_text(text)
+        assert table.read_csv(tmp_path / "results.csv") == each
+
+
+@pytest.mark.parametrize(("target", "rates"), [(0.03, (1.235e-5, 1e-4)), (None, ())])
+def test_collecting_takes_the_rates_that_follow_a_target(
+    tmp_path: Path, target: float | None, rates: tuple[float, ...]
+) -> None:
+    collect([run_folder(tmp_path / "run", settings={"kl_target": target})], tmp_path / "new.csv", phase="exploratory")
+    (row,) = table.read_csv(tmp_path / "new.csv")
+    assert row.rates == rates and ("kl_target" in dict(row.settings)) == (target is not None)
+
+
+@pytest.fixture
+def rival(monkeypatch: MonkeyPatch) -> type[KLTarget]:
+    """The class that the plugin puts in the place of the trainer's, for this test."""
+    monkeypatch.setattr(kl_target, "KLTarget", KLTarget)
+    monkeypatch.setattr(estimators, "ESTIMATORS", dict(estimators.ESTIMATORS))
+    monkeypatch.delitem(sys.modules, third_runs.RIVAL, raising=False)
+    __import__(third_runs.RIVAL)
+    assert kl_target.KLTarget is not KLTarget
+    return kl_target.KLTarget
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.07, 1 / 1.5), (0.059, 1.0), (0.016, 1.0), (0.014, 1.5), (0.0, 1.0), (math.nan, 1.0)]
+)
+def test_rival_moves_the_rate_by_one_factor_outside_a_band(rival: type[KLTarget], kl: float, factor: float) -> None:
+    rule = rival(0.03, updates_per_rollout=8, learning_rate=1e-2)
+    assert rule.update(0.0, 0) == 1e-4
+    assert rule.update(kl, 1) == pytest.approx(1e-4 * factor)
+
+
+def test_a_run_of_the_rival_rule_is_none_of_the_protocols(rival: type[KLTarget]) -> None:
+    arms = third.arms(third.RIVALS)
+    assert [arm.rate for arm in arms] == [1e-6, 1e-2] * 4 and {arm.target for arm in arms} == {third.TARGET}
+    run = third_runs.planned_run("third-a", arms[0], 40, rival=True)
+    recipe, surrogate, rate, settings, seed = identity_of(run)
+    assert dict(settings)["plugins"] == f'["{third_runs.RIVAL}"]'
+    with pytest.raises(ValueError, match="third-a: the protocol has no counted run of troll"):
+        third_analysis.contest("third-a", [result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings)])
