@@ -10,6 +10,7 @@ from troll.verl.seam import check, lacking
 
 try:
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.config import validate_config
     from verl.utils.torch_functional import masked_mean
     from verl.utils.ulysses import get_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
@@ -18,6 +19,7 @@ try:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine.utils import pad_packed_inputs
+    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.padding import no_padding_2_padding
 
     if MegatronEngine is not None:
@@ -46,6 +48,17 @@ NEEDED: tuple[Needed, ...] = (
     Needed(FSDPEngineWithLMHead, "_gather_and_unpad_packed", "sequence parallelism", ("tensor", "pad_size")),
     Needed(FSDPEngineWithLMHead, "_build_lora_module", "adapters that cannot be merged", ("module",)),
     Needed(FSDPEngineWithLMHead, "optimizer_step", "to leave an update out"),
+    Needed(FSDPEngineWithLMHead, "_build_lr_scheduler", "a learning rate that follows the KL", ("optimizer",)),
+    Needed(
+        FSDPEngineWithLMHead,
+        "lr_scheduler_step",
+        "a learning rate that follows the KL",
+        uses=("lr_scheduler", "step", "get_last_lr"),
+    ),
+    Needed(TrainingWorker, "train_mini_batch", "when the updates on a batch end", uses=("update_lr_scheduler",)),
+    Needed(TrainingWorker, "train_batch", "likewise", uses=("update_lr_scheduler", "lr_scheduler_step")),
+    Needed(FSDPCheckpointManager, "save_checkpoint", "its state", uses=("lr_scheduler", "state_dict")),
+    Needed(FSDPCheckpointManager, "load_checkpoint", "its state", uses=("lr_scheduler", "load_state_dict")),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
     Needed(ulysses_pad_and_slice_inputs, None, "sequence parallelism", ("sp_size",)),
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),
