@@ -41,13 +41,20 @@ def sums_of(step: TrustRegionStep, mask: Tensor, advantages: Tensor, data: Tenso
     totals = {"entropy": masked_total(step.entropy, mask & step.entropy.isfinite())}
     minima = {}
     if "rm_scores" in data:
-        rewards = data["rm_scores"].to_padded_tensor(0.0).sum(-1).to(step.entropy)
+        rewards = _sums_over_tokens(data["rm_scores"]).to(step.entropy)
         # verl fills batches up with sequences in which no token counts.
-        counted = data["response_mask"].to_padded_tensor(0).bool().any(-1)
+        counted = _sums_over_tokens(data["response_mask"]) > 0
         totals["reward"] = masked_total(rewards, counted)
         minima["least_reward"] = torch.where(counted, rewards, torch.inf).min()
     teaching = (mask & (advantages != 0)).sum()
     return Tally(totals, minima=minima, counts={"teaching": teaching.to(step.entropy)})
+
+
+def _sums_over_tokens(values: Tensor) -> Tensor:
+    """The sums of nested values (B, T), (B,), without a wait for the device."""
+    tokens, lengths = values.values(), values.offsets().diff()
+    sequence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths, output_size=len(tokens))
+    return tokens.new_zeros(len(lengths)).index_add(0, sequence, tokens)
 
 
 class KLTargetScheduler:
