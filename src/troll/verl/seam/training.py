@@ -19,7 +19,6 @@ try:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine.utils import pad_packed_inputs
-    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.padding import no_padding_2_padding
 
     if MegatronEngine is not None:
@@ -55,8 +54,6 @@ NEEDED: tuple[Needed, ...] = (
         "a learning rate that follows the KL",
         uses=("lr_scheduler", "step", "get_last_lr"),
     ),
-    Needed(TrainingWorker, "train_mini_batch", "when the updates on a batch end", uses=("update_lr_scheduler",)),
-    Needed(TrainingWorker, "train_batch", "likewise", uses=("update_lr_scheduler", "lr_scheduler_step")),
     Needed(FSDPCheckpointManager, "save_checkpoint", "its state", uses=("lr_scheduler", "state_dict")),
     Needed(FSDPCheckpointManager, "load_checkpoint", "its state", uses=("lr_scheduler", "load_state_dict")),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
