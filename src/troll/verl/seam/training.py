@@ -10,7 +10,6 @@ from troll.verl.seam import check, lacking
 
 try:
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.config import validate_config
     from verl.utils.torch_functional import masked_mean
     from verl.utils.ulysses import get_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
@@ -54,8 +53,6 @@ NEEDED: tuple[Needed, ...] = (
         "a learning rate that follows the KL",
         uses=("lr_scheduler", "step", "get_last_lr"),
     ),
-    Needed(FSDPCheckpointManager, "save_checkpoint", "its state", uses=("lr_scheduler", "state_dict")),
-    Needed(FSDPCheckpointManager, "load_checkpoint", "its state", uses=("lr_scheduler", "load_state_dict")),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
     Needed(ulysses_pad_and_slice_inputs, None, "sequence parallelism", ("sp_size",)),
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),
