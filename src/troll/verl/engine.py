@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from tensordict import TensorDict
 from torch.distributed import ProcessGroup
 
+from troll.trust_region.metrics import Tally
 from troll.verl.hooks import Capture, Hook, Score, Update
+from troll.verl.kl_target import SUMS, KLTargetScheduler
 from troll.verl.old_policies import Captured
 from troll.verl.seam import tu
 from troll.verl.seam.training import assign
@@ -35,6 +38,7 @@ class TrustRegionEngine:
         hook: Reads the current batch; None for a pass that is left to verl.
         from_head: Whether the hook reads the head, instead of logits.
         captured: The old policies of the last rollout that was scored.
+        kl_target: The scheduler that sets every update's learning rate; None without a `kl_target`.
 
     Raises:
         ValueError: If the configuration is not one of troll.verl.
@@ -44,6 +48,7 @@ class TrustRegionEngine:
     engine_config: Any
     hook: Hook | None = None
     captured: Captured
+    kl_target: KLTargetScheduler | None = None
     from_head: bool = False
     _skips_update: bool = False
 
@@ -108,19 +113,25 @@ class TrustRegionEngine:
         if isinstance(hook, Capture):
             self.captured = hook.captured
         if isinstance(hook, Update):
-            metrics = hook.metrics() if hook.observed else {}
+            sums = hook.sums() if hook.observed else Tally()
+            metrics = {name: value.item() for name, value in sums.values(empty=0.0).items() if name not in SUMS}
             self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
+            if self.kl_target is not None:
+                metrics |= self.kl_target.update(sums)
             if hook.observed:
                 output["metrics"].update({f"trust_region/{name}": [value] for name, value in metrics.items()})
         return output
 
     def optimizer_step(self) -> float:
         """Overrides the parent: if logits were NaN or infinite, no process makes the update."""
-        if not self._skips_update:
-            norm: float = super().optimizer_step()  # type: ignore[misc]
-            return norm
-        logger.warning("NaN or infinite logits: the update is skipped, as verl does if gradients are not finite")
-        return float("nan")
+        norm = math.nan
+        if self._skips_update:
+            logger.warning("NaN or infinite logits: the update is skipped, as verl does if gradients are not finite")
+        else:
+            norm = super().optimizer_step()  # type: ignore[misc]
+        if self.kl_target is not None and not math.isfinite(norm):
+            self.kl_target.skipped()
+        return norm
 
     def _hook(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> Hook | None:
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)

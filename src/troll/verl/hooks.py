@@ -21,6 +21,7 @@ from troll.trust_region.reading.capture import capture_with_entropy
 from troll.trust_region.reading.logits import is_whole
 from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import LogitsSource
+from troll.verl.kl_target import sums_of
 from troll.verl.loss import ProjectedTokens, projected
 from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported
 from troll.verl.seam.training import no_padding_2_padding
@@ -167,6 +168,7 @@ class Update(Hook):
         """See the parent: the sampled tokens' log p̃ and log q/p, the pull, and the entropy."""
         settings, tokens = self.settings, self.tokens
         at_rollout = settings.anchor == "rollout"
+        follows_kl = settings.kl_target is not None
         kept = settings.truncation
         if at_rollout:
             packed = reported(data, source.vocabulary.size, truncated=kept is not None)
@@ -185,9 +187,11 @@ class Update(Hook):
             settings.kl_bound,
             constraint=self._constraint(data["response_mask"]),
             pull=settings.pull,  # type: ignore[arg-type]
-            entropy=self.entropy,
+            entropy=self.entropy or follows_kl,
         )
         self._tally += step_tally(step, mask) + support_tally(old, mask)
+        if follows_kl:
+            self._tally += sums_of(step, mask, data["advantages"].values()[tokens.numbers], data)
         if at_rollout:
             self._tally += Tally({"unreported_fraction": masked_total(unreported[tokens.numbers].float(), mask)})
         size = step.kl_before.new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
@@ -199,7 +203,7 @@ class Update(Hook):
         }
         if step.kept_log_mass is not None:
             outputs["trust_region_kept_log_mass"] = step.kept_log_mass.detach()
-        return outputs if step.entropy is None else outputs | {"entropy": step.entropy}
+        return outputs | {"entropy": step.entropy} if self.entropy and step.entropy is not None else outputs
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
         """The constraint on this process's n tokens; the nested (B, T) mask is true where a token counts."""
@@ -225,8 +229,8 @@ class Update(Hook):
         """Whether this process read a head: only a pipeline's last stage does."""
         return bool(self._tally.totals)
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics to log, over all tokens and processes; every process with `observed` must call it."""
+    def sums(self) -> Tally:
+        """What was measured over all tokens and processes, in host memory; each one with `observed` must call it."""
 
         def reduced(numbers: Tensor, how: Any) -> Tensor:
             if torch.distributed.is_initialized():
@@ -234,5 +238,4 @@ class Update(Hook):
             return numbers.cpu()
 
         operation = torch.distributed.ReduceOp
-        tally = self._tally.reduced(lambda x: reduced(x, operation.SUM), lambda x: reduced(x, operation.MAX))
-        return {name: value.item() for name, value in tally.values(empty=0.0).items()}
+        return self._tally.reduced(lambda x: reduced(x, operation.SUM), lambda x: reduced(x, operation.MAX))

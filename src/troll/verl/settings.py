@@ -48,6 +48,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             sequence.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
+        kl_target: The KL to the old policy, not to the reference model, that the learning rate follows: the mean over
+            tokens, in nats, that is wanted in the last of eight updates on a rollout ([KLTarget][troll.KLTarget]). None
+            leaves the rate to verl.
 
     The configuration group sets the fields from `uses_v1_trainer` on: settings of verl that are checked here.
 
@@ -64,6 +67,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     constraint: str = "token"
     ratio_level: str = "token"
     anchor: str = "old"
+    kl_target: float | None = None
     uses_v1_trainer: bool = True
     experimental_rollout: Any = None
     bypass_mode: bool = False
@@ -78,6 +82,10 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     rollout_name: str | None = None
     rollout_is_disaggregated: bool = False
     rollout_logprobs_mode: str = "processed_logprobs"
+    trainer_mode: str = "sync"
+    train_batch_size: int = 1
+    mini_batch_size: int = 1
+    epochs: int = 1
 
     def __post_init__(self) -> None:
         if self.loss_mode != "troll":
@@ -106,6 +114,18 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         self._check_trainer()
         if self.anchor == "rollout":
             self._check_rollout()
+        if self.kl_target is not None:
+            self._check_kl_target()
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """The updates that are made between two transfers of the weights to the rollout."""
+        return math.ceil(self.train_batch_size / self.mini_batch_size) * self.epochs
+
+    @property
+    def batches_per_rollout(self) -> int:
+        """The batches of these updates: verl's separate_async takes each mini-batch as a batch of its own."""
+        return self.updates_per_rollout // self.epochs if self.trainer_mode == "separate_async" else 1
 
     @property
     def truncation(self) -> Truncation | None:
@@ -182,12 +202,32 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 "VERL_USE_EXTERNAL_PLUGINS at auto, and install troll-rl on every machine (a checkout by pip too)"
             )
 
+    def _check_kl_target(self) -> None:
+        """Refuses updates that say nothing about the learning rate, or whose age a worker does not know."""
+        target = self.kl_target
+        if not isinstance(target, int | float) or not 0 < target < math.inf:
+            raise ValueError(f"{_LOSS}.kl_target must be a number, finite and above 0, got {target!r}")
+        if self.updates_per_rollout == 1:
+            raise ValueError(
+                f"{_LOSS}.kl_target needs at least two updates per rollout, got one: in the first update on a rollout "
+                "the policy is still the old one, and its KL says nothing about the learning rate. Lower "
+                f"{_ACTOR}.ppo_mini_batch_size ({self.mini_batch_size}) below data.train_batch_size "
+                f"({self.train_batch_size}), or raise {_ACTOR}.ppo_epochs"
+            )
+        if self.anchor == "rollout" and self.trainer_mode != "sync":
+            raise ValueError(
+                f"{_LOSS}.kl_target with anchor=rollout needs the age of every sample, which verl's workers do not "
+                f"know with trainer.v1.trainer_mode={self.trainer_mode}: set anchor=old, whose KL is to the network "
+                "that scored the rollout, or trainer_mode=sync"
+            )
+
 
 class _TrollActor:
     """The part that the actors' configurations share; verl's own are the other base class."""
 
     engine: Any
     policy_loss: Any
+    optim: Any
     strategy: str
     use_prefix_grouper: bool
     ppo_epochs: int
@@ -215,6 +255,10 @@ class _TrollActor:
             )
         if self.use_prefix_grouper:
             raise ValueError(f"TROLL needs every token's logits: set {_ACTOR}.use_prefix_grouper=False")
+        if self.policy_loss.kl_target is not None and not self.optim.lr > 0:
+            raise ValueError(
+                f"{_LOSS}.kl_target begins its search at {_ACTOR}.optim.lr, which must be above 0, got {self.optim.lr}"
+            )
         # The worker looks up the engine by this name, and passes it only this configuration.
         assign(self.engine, strategy=BACKEND_PREFIX + self.strategy, trust_region=self.policy_loss)
 
@@ -254,6 +298,8 @@ class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.policy_loss.kl_target is not None:
+            raise ValueError(f"{_LOSS}.kl_target works with verl's FSDP engine only: set it to null, or +troll=fsdp")
         if MegatronEngine is None:
             raise ValueError(
                 "+troll=megatron needs verl's Megatron engine, which cannot be imported here, as verl warns: "

@@ -258,6 +258,9 @@ class Actor:
             object.__setattr__(self.actor, name, value)
         if hasattr(self.engine, "trust_region"):
             self.engine.trust_region = settings
+        if getattr(self.engine, "kl_target", None) is not None:
+            scheduler = self.engine._build_lr_scheduler(optimizer)
+            self.engine.lr_scheduler = self.engine.checkpoint_manager.lr_scheduler = scheduler
         return self
 
     @property

@@ -72,7 +72,7 @@ def test_truncated_rollouts_have_the_cores_policies_and_steps(rollout: dict[str,
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     torch.testing.assert_close(scores["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)  # of the whole policy
     mass = step.kept_log_mass[data["response_mask"].values().bool()].exp().mean()
-    assert updating.metrics()["kept_mass"] == pytest.approx(mass.item(), rel=1e-5)
+    assert updating.sums().values()["kept_mass"].item() == pytest.approx(mass.item(), rel=1e-5)
 
 
 def test_tokens_that_a_truncated_rollout_did_not_report_have_the_networks_own_kept_policy() -> None:

@@ -1,5 +1,6 @@
 """An unmodified `main_ppo` with two Ray workers on a CPU: TROLL, its anchors, and runs that die. Minutes each."""
 
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from demo import Run
 from toy_data import prepare
 
@@ -132,6 +134,25 @@ def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> No
     bound = 1e-6 * (1 + within(1e-3))
     assert metrics["actor/trust_region/kl_after_max"] <= bound < metrics["actor/trust_region/kl_before_max"]
     assert metrics["actor/trust_region/nonfinite"] == 0
+
+
+def test_the_learning_rate_follows_the_kl(data: Path, tmp_path: Path) -> None:
+    """verl logs the rate that was used, and its batches have the rewards."""
+    run, actor = Run("troll", tmp_path, 2), "actor_rollout_ref.actor"
+    steps = steps_of(run, data, f"{TROLL}.kl_target=0.03", f"{actor}.optim.lr=1e-2")
+    states = [
+        torch.load(file, weights_only=False)["lr_scheduler"]["kl_target"]
+        for file in sorted((run.folder / "checkpoints" / "global_step_2" / "actor").glob("extra_state_*"))
+    ]
+    assert len(states) == 2 and states[0] == states[1]
+    assert {name: level[2] for name, level in states[0]["levels"].items()} == {"entropy": 4, "success": 4}
+    # The first update uses a hundredth, and a second one of a rollout what its KL says; a first one says nothing.
+    rates = states[0]["walked"]
+    assert rates[0] == pytest.approx(1e-4) and rates[0] != rates[1] == rates[2] != rates[3]
+    for number, metrics in enumerate(steps.values()):
+        assert metrics["actor/lr"] == rates[2 * number + 1]
+        assert metrics["actor/trust_region/kl_target/rate"] == pytest.approx(sum(rates[2 * number :][:2]) / 2)
+        assert metrics["actor/trust_region/kl_target/wanted"] == pytest.approx(0.03 / math.sqrt(7) / 2)
 
 
 @pytest.mark.parametrize("place", ["update 6", "checkpoint 2"])

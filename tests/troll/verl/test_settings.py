@@ -37,6 +37,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 
+KL_TARGET = tuple(policy_loss("kl_target=0.03"))
+
 #: Engines of verl's that have no TROLL.
 OTHERS = ("veomni", "torchtitan")
 
@@ -128,6 +130,11 @@ REFUSED = {
     "constraint=group": r"policy_loss\.constraint must be one of token, sequence, got 'group'",
     "ratio_level=turn": r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'",
     "anchor=new": r"policy_loss\.anchor must be one of old, rollout, got 'new'",
+    "kl_target=0": r"policy_loss\.kl_target must be a number, finite and above 0, got 0",
+    "kl_target=-1": r"kl_target must be a number, finite and above 0, got -1",
+    "kl_target=.inf": r"kl_target must be a number, finite and above 0, got inf",
+    "kl_target=.nan": r"kl_target must be a number, finite and above 0, got nan",
+    "kl_target=3%": r"kl_target must be a number, finite and above 0, got '3%'",
     "anchor=rollout": r"bypass_mode=True and actor_rollout_ref\.rollout\.calculate_log_probs=True",
 }
 
@@ -148,6 +155,11 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     (f"{ROLLOUT}.temperature=0.001",): r"temperature must be at least 0\.01, .*got 0\.001",
     (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"): r"SGLang.*rollout\.name=vllm",
     (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
+    (*KL_TARGET, "data.train_batch_size=4"): r"kl_target needs .*got one: .*ppo_mini_batch_size \(4\).*ppo_epochs",
+    (*KL_TARGET, f"{ACTOR}.optim.lr=0"): r"kl_target begins its search at .*optim\.lr, which must be above 0, got 0",
+    (*KL_TARGET, *REPORTED, f"{ROLLOUT}.name=vllm", "trainer.v1.trainer_mode=colocate_async"): (
+        r"kl_target with anchor=rollout .*trainer_mode=colocate_async: set anchor=old"
+    ),
     (f"{ROLLOUT}.top_p=0.9", "algorithm.use_kl_in_reward=true"): r"actor\.use_kl_loss=True instead",
 }
 
@@ -171,6 +183,9 @@ ALLOWED = (
     (f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
     (f"{ROLLOUT}.engine_kwargs.sglang.logits_processors=[mine.Bias]",),
     (f"{ROLLOUT}.engine_kwargs=null",),
+    (*KL_TARGET, "data.train_batch_size=4", f"{ACTOR}.ppo_epochs=2"),
+    (*KL_TARGET, "trainer.v1.trainer_mode=separate_async", f"{ACTOR}.optim.lr=1"),
+    (*KL_TARGET, *REPORTED),
 )
 
 
@@ -228,6 +243,28 @@ def test_another_engine_is_refused_with_what_to_set(engine: str) -> None:
     config = composed(model_folder(), f"model_engine={engine}", *PLUG_IN)
     with pytest.raises(Exception, match=rf"actor\.strategy must be fsdp or fsdp2 .*got '{engine}'.*model_engine=dp"):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_a_kl_target_is_refused_with_megatron() -> None:
+    config = composed(model_folder(), "model_engine=megatron", "+troll=megatron", *KL_TARGET)
+    with pytest.raises(Exception, match=r"policy_loss\.kl_target works with verl's FSDP engine only: .*\+troll=fsdp"):
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "updates", "batches"),
+    [
+        ((), 3, 1),
+        (("data.train_batch_size=13",), 4, 1),  # verl fills the last mini-batch up
+        ((f"{ACTOR}.ppo_epochs=2",), 6, 1),
+        ((f"{ACTOR}.ppo_epochs=2", "trainer.v1.trainer_mode=colocate_async"), 6, 1),
+        ((f"{ACTOR}.ppo_epochs=2", "trainer.v1.trainer_mode=separate_async"), 6, 3),
+    ],
+)
+def test_the_updates_and_batches_of_a_rollout_are_verls(overrides: Sequence[str], updates: int, batches: int) -> None:
+    settings = actor(*overrides).policy_loss
+    assert settings.kl_target is None
+    assert (settings.updates_per_rollout, settings.batches_per_rollout) == (updates, batches)
 
 
 def test_only_a_run_that_is_never_off_policy_is_told_so(recwarn: pytest.WarningsRecorder) -> None:

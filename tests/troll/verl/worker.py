@@ -46,6 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Settings of a trust region whose learning rate follows the KL.
+KL_TARGET = ("kl_target=0.03",)
+
+
 def run(world: int, job: Callable[..., Any], out: Path, *arguments: Any) -> Any:
     """Runs a job in so many processes, and returns what rank 0 saved; what a process raises is raised.
 
@@ -102,6 +106,17 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
     }
 
 
+def rates_of(actor: Actor, samples: list[Sample]) -> list[float]:
+    """The learning rates that the optimiser used in the updates of three rollouts."""
+    rates: list[float] = []
+    optimizer = actor.engine.optimizer
+    hook = optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for _ in range(3):
+        actor.update(actor.score(as_batch(samples)))
+    hook.remove()
+    return rates
+
+
 def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
     samples = rollout()[rank::world]
     found: dict[str, Any] = {}
@@ -114,6 +129,9 @@ def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
     found["nan"] = left_out(actor.reset(), samples)
     found["sequence parallel"] = _sequence_parallel(model)
     found["FSDP 1"] = _fsdp1(model, samples)
+    actor = Actor(configuration(model, *policy_loss(*SMALL, *KL_TARGET), "trainer.n_gpus_per_node=2"))
+    found["KL target"] = [None] * world
+    dist.all_gather_object(found["KL target"], rates_of(actor, samples))
     return found
 
 
@@ -202,8 +220,8 @@ def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path
     return uninterrupted(_actor(model), rank, world, checkpoint)
 
 
-def resumed(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
-    actor = _actor(model)
+def resumed(rank: int, world: int, model: Path, checkpoint: Path, *settings: str) -> dict[str, Any]:
+    actor = _actor(model, *settings)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     return trained(actor, as_batch(rollout(seed=2)[rank::world]))
 
@@ -217,6 +235,7 @@ def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _actor(model: Path) -> Actor:
+def _actor(model: Path, *settings: str) -> Actor:
+    """An actor; the settings are those of its trust region."""
     processes = f"trainer.n_gpus_per_node={os.environ['WORLD_SIZE']}"
-    return Actor(configuration(model, *policy_loss(*SMALL), processes))
+    return Actor(configuration(model, *policy_loss(*SMALL, *settings), processes))

@@ -46,6 +46,13 @@ NEEDED: tuple[Needed, ...] = (
     Needed(FSDPEngineWithLMHead, "_gather_and_unpad_packed", "sequence parallelism", ("tensor", "pad_size")),
     Needed(FSDPEngineWithLMHead, "_build_lora_module", "adapters that cannot be merged", ("module",)),
     Needed(FSDPEngineWithLMHead, "optimizer_step", "to leave an update out"),
+    Needed(FSDPEngineWithLMHead, "_build_lr_scheduler", "a learning rate that follows the KL", ("optimizer",)),
+    Needed(
+        FSDPEngineWithLMHead,
+        "lr_scheduler_step",
+        "a learning rate that follows the KL",
+        uses=("lr_scheduler", "step", "get_last_lr"),
+    ),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
     Needed(ulysses_pad_and_slice_inputs, None, "sequence parallelism", ("sp_size",)),
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),

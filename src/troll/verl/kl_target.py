@@ -1,0 +1,161 @@
+"""The learning rate that follows `policy_loss.kl_target`, between verl's scheduler and the optimiser."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from troll.trust_region.metrics import Tally, masked_total
+from troll.trust_region.rate import KLTarget
+from troll.trust_region.step import TrustRegionStep
+from troll.verl.settings import TrollPolicyLossConfig
+
+logger = logging.getLogger(__name__)
+
+#: The names of `sums_of`, which are not logged.
+SUMS = ("entropy", "reward", "least_reward", "teaching")
+
+#: The key of the state in that of verl's scheduler.
+STATE = "kl_target"
+
+
+def sums_of(step: TrustRegionStep, mask: Tensor, advantages: Tensor, data: TensorDict) -> Tally:
+    """What is needed of a micro-batch besides its KL.
+
+    Args:
+        step: The step of this process's n tokens, with their entropy.
+        mask: True where a token counts, (n,).
+        advantages: Those of the tokens, (n,).
+        data: The micro-batch.
+
+    Returns:
+        The means `entropy` over tokens and `reward` over sequences, `least_reward`, and `teaching`, the number of
+        tokens with an advantage. Without rewards in the batch, there are none.
+    """
+    assert step.entropy is not None
+    totals = {"entropy": masked_total(step.entropy, mask & step.entropy.isfinite())}
+    minima = {}
+    if "rm_scores" in data:
+        rewards = _sums_over_tokens(data["rm_scores"]).to(step.entropy)
+        # verl fills batches up with sequences in which no token counts.
+        counted = _sums_over_tokens(data["response_mask"]) > 0
+        totals["reward"] = masked_total(rewards, counted)
+        minima["least_reward"] = torch.where(counted, rewards, torch.inf).min()
+    teaching = (mask & (advantages != 0)).sum()
+    return Tally(totals, minima=minima, counts={"teaching": teaching.to(step.entropy)})
+
+
+def _sums_over_tokens(values: Tensor) -> Tensor:
+    """The sums of nested values (B, T), (B,), without a wait for the device."""
+    tokens, lengths = values.values(), values.offsets().diff()
+    sequence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths, output_size=len(tokens))
+    return tokens.new_zeros(len(lengths)).index_add(0, sequence, tokens)
+
+
+class KLTargetScheduler:
+    """The scheduler that verl's engine steps and saves, which also sets the rate of every update.
+
+    verl's own scheduler only makes the schedule: a warm-up and a decay multiply the rate that follows the KL. Every
+    method runs on every process, and gets the same numbers there.
+
+    Args:
+        scheduler: The scheduler that verl has made.
+        settings: Those of the trust region, with a `kl_target`.
+        warns: Whether this process logs warnings.
+
+    Raises:
+        ValueError: If the scheduler is no `LambdaLR`.
+    """
+
+    def __init__(self, scheduler: Any, settings: TrollPolicyLossConfig, *, warns: bool = True) -> None:
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError(
+                "actor_rollout_ref.actor.policy_loss.kl_target multiplies the functions of a LambdaLR, and verl's "
+                f"scheduler is {type(scheduler).__name__}: set kl_target=null, or use a verified version of verl"
+            )
+        assert settings.kl_target is not None
+        self._scheduler = scheduler
+        self._batches_per_rollout = settings.batches_per_rollout
+        self._target = KLTarget(
+            settings.kl_target,
+            updates_per_rollout=settings.updates_per_rollout,
+            learning_rate=self._base,
+            warn=logger.warning if warns else lambda message: None,
+        )
+        # The batches of the current rollout that are done, and the updates on it. Checkpoints lie between rollouts.
+        self._batches = self._age = 0
+        self._used = self._write()
+
+    @property
+    def _base(self) -> float:
+        """The rate at the schedule's peak; the largest stands for those of all groups."""
+        return max(float(rate) for rate in self._scheduler.base_lrs)
+
+    def update(self, sums: Tally) -> dict[str, float]:
+        """Sets the rate of the current update, before the optimiser's step.
+
+        Args:
+            sums: The sums of the update over all micro-batches and processes, in host memory.
+
+        Returns:
+            The metrics of the update: the KL that is wanted, and the rate before the schedule.
+        """
+        means = {name: mean.item() for name, mean in sums.values().items()}
+        age = self._age
+        self._target.update(
+            means["kl_before_mean"],
+            age,
+            schedule=max(float(rate) for rate in self._scheduler.get_last_lr()) / self._base,
+            moves=means["teaching"] > 0,
+            entropy=means["entropy"],
+            # The half of a mean says nothing where rewards may be negative.
+            success=means["reward"] if means.get("least_reward", -1.0) >= 0 else None,
+        )
+        self._age += 1
+        self._used = self._write()
+        return {"kl_target/wanted": self._target.wanted(age), "kl_target/rate": self._target.rate}
+
+    def skipped(self) -> None:
+        """Ends an update whose step the optimiser has skipped."""
+        self._target.used(0.0)
+
+    def step(self) -> None:
+        """Makes the schedule's next step. verl does so after all updates on a batch."""
+        self._scheduler.step()
+        self._write()
+        self._batches = (self._batches + 1) % self._batches_per_rollout
+        if self._batches == 0:
+            self._age = 0
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that the last update used, of each parameter group; verl logs them after `step`."""
+        return self._used
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of verl's scheduler, with ours in it."""
+        return {**self._scheduler.state_dict(), STATE: self._target.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the state of a checkpoint; without ours in it, the search begins."""
+        schedule = dict(state)
+        own = schedule.pop(STATE, None)
+        self._scheduler.load_state_dict(schedule)
+        if own is not None:
+            self._target.load_state_dict(own)
+        self._used = self._write()
+
+    def _write(self) -> list[float]:
+        """Writes the rates into the optimiser, and returns them."""
+        # In the controller's order, whose walk is the sum of these.
+        rates = [self._target.rate * (float(rate) / self._base) for rate in self._scheduler.get_last_lr()]
+        for group, rate in zip(self._scheduler.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):  # as torchao's optimisers have it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return rates

@@ -1,0 +1,300 @@
+"""The learning rate that follows a KL target in verl: what the optimiser uses, logs, saves, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from tests.troll.verl.actor import ACTOR, Actor, as_batch, captured, nested, policy_loss, rollout, trolled
+from tests.troll.verl.worker import CASES
+from troll import KLTarget
+from troll.verl.kl_target import STATE, KLTargetScheduler
+from troll.verl.seam.training import assign
+from troll.verl.settings import TrollPolicyLossConfig
+
+#: What the tests' actor ends at, from any start: 1.2e-3. A rollout has three mini-batches, twice.
+FOUND = 1.2e-3
+TARGET = (*policy_loss("kl_target=0.03"), f"{ACTOR}.ppo_epochs=2")
+
+CONSTANT: dict[str, Any] = {"lr_scheduler_type": "constant", "lr_warmup_steps": 0}
+COSINE: dict[str, Any] = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2, "min_lr_ratio": 0.1}
+
+
+class Following:
+    """An actor with a KL target, and the rates that its optimiser used."""
+
+    def __init__(self, *overrides: str, learning_rate: float, schedule: dict[str, Any], **settings: Any) -> None:
+        self.actor: Actor = trolled(True, *overrides)
+        self.engine = self.actor.engine
+        self.optimizer = self.engine.optimizer
+        self.optimizer.param_groups[0]["initial_lr"] = learning_rate  # of which verl's scheduler is made
+        assign(self.engine.optimizer_config, **{"min_lr_ratio": None, **schedule})
+        self.actor.reset(ppo_epochs=2, **settings)
+        self.rates: list[float] = []
+        self._hook = self.optimizer.register_step_pre_hook(lambda *_: self.rates.append(self.rate))
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """That of the controller."""
+        return self.engine.lr_scheduler.state_dict()[STATE]
+
+    def rollouts(self, count: int, batch: TensorDict | None = None, **options: Any) -> dict[str, list[Any]]:
+        """The metrics of the updates on so many rollouts."""
+        found: dict[str, list[Any]] = {}
+        for _ in range(count):
+            scored = self.actor.score(as_batch(rollout()) if batch is None else batch)
+            for name, values in self.actor.update(scored, **{"epochs": 2, **options}).items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+@pytest.fixture
+def follow() -> Iterator[Any]:
+    made: list[Following] = []
+
+    def follow(
+        *overrides: str, learning_rate: float = 100 * FOUND, schedule: dict[str, Any] = CONSTANT, **settings: Any
+    ) -> Following:
+        made.append(Following(*TARGET, *overrides, learning_rate=learning_rate, schedule=schedule, **settings))
+        return made[-1]
+
+    yield follow
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("first", [FOUND / 1e4, FOUND])
+def test_the_rate_is_found_from_any_start(follow: Any, first: float) -> None:
+    run = follow(learning_rate=100 * first)
+    metrics = run.rollouts(8)
+    assert run.rates[0] == pytest.approx(first) and run.rates == metrics["trust_region/kl_target/rate"]
+    assert all(FOUND / 3 < rate < 3 * FOUND for rate in run.rates[24:])
+    wanted = metrics["trust_region/kl_target/wanted"]
+    assert wanted[0] == 0 and wanted[5] == pytest.approx(0.03 * math.sqrt(5 / 7)) and wanted == wanted[:6] * 8
+    # At a rollout's last updates, the KL is near what is wanted.
+    kls = metrics["trust_region/kl_before_mean"][29::6]
+    assert all(1 / 4 < kl / wanted[5] < 4 for kl in kls)
+
+
+def test_a_schedule_multiplies_the_rate_that_was_found(follow: Any) -> None:
+    """verl steps its scheduler once a batch, and logs the rate that the last update used."""
+    run = follow(schedule=COSINE)
+    metrics = run.rollouts(8)
+    alone = super(type(run.engine), run.engine)._build_lr_scheduler(AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    shape = [alone.lr_lambdas[0](step) for step in range(8)]
+    found = metrics["trust_region/kl_target/rate"]
+    assert len({*shape}) == 8 and shape[:3] == [0, 0.5, 1] and len({*found}) > 12
+    assert run.rates == pytest.approx([rate * shape[number // 6] for number, rate in enumerate(found)], rel=1e-12)
+    assert metrics["lr"] == run.rates[5::6]
+    assert min(run.state["walked"]) > 0  # those of the warm-up's first step are long gone
+
+
+#: Trust regions of every kind; and "rollout" is that of a rollout that reports.
+KINDS: dict[str, dict[str, Any]] = {
+    **CASES,
+    "penalty": {"pull": "proximal", "kl_bound": math.inf},
+    "truncated": {"rollout_top_k": 5},
+    "rollout": {"anchor": "rollout", "bypass_mode": True, "rollout_name": "transformers"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rate_follows_with_every_kind_of_trust_region(follow: Any, kind: str) -> None:
+    run, batch = follow(learning_rate=FOUND), as_batch(rollout())
+    if kind == "rollout":
+        run.actor.score(batch)
+        batch["old_policies"] = nested(captured(run.engine, batch))
+    run.actor.reset(ppo_epochs=2, **KINDS[kind])
+    metrics = run.rollouts(1, batch)
+    assert "entropy" not in metrics  # verl is not given what it did not ask for
+    rates = metrics["trust_region/kl_target/rate"]
+    assert run.rates == rates and rates[0] == pytest.approx(FOUND / 100) and rates[5] > 10 * rates[0]
+    assert run.state["levels"]["entropy"][2] == 6
+
+
+def kept_ages(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The ages of the updates that follow, as the controller is told them."""
+    ages: list[float] = []
+    update = KLTarget.update
+
+    def kept(self: KLTarget, kl: float, age: float, **rest: Any) -> float:
+        ages.append(age)
+        return update(self, kl, age, **rest)
+
+    monkeypatch.setattr(KLTarget, "update", kept)
+    return ages
+
+
+def test_the_age_counts_updates_since_the_weights_were_sent(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = kept_ages(monkeypatch)
+    run = follow()
+    run.rollouts(2)
+    assert ages == [0, 1, 2, 3, 4, 5] * 2
+    # Agent loops of several conversations have more mini-batches in some rollouts than in others.
+    run.rollouts(1, as_batch(rollout(16)))
+    run.rollouts(1, as_batch(rollout(8)))
+    assert ages[12:] == [*range(8), *range(4)]
+
+
+def test_the_age_counts_over_the_batches_of_separate_async(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mini-batch is a batch there, and is scored by the weights that the rollout has."""
+    ages = kept_ages(monkeypatch)
+    run = follow(trainer_mode="separate_async")
+    samples = rollout()
+    for start in (0, 4, 8, 0, 4, 8):
+        run.rollouts(1, as_batch(samples[start : start + 4]))
+    assert ages == [0, 1, 2, 3, 4, 5] * 2
+
+
+@pytest.mark.parametrize("field", ["advantages", "mask"])
+def test_updates_that_teach_nothing_move_nothing(follow: Any, field: str) -> None:
+    """A small KL is no reason for a higher rate then."""
+    samples = [dataclasses.replace(x, **{field: torch.zeros_like(getattr(x, field))}) for x in rollout()]
+    run = follow()
+    run.rollouts(2, as_batch(samples))
+    assert {*run.state["walked"]} == {0.0} and run.state["rate"] == pytest.approx(FOUND)
+    run.rollouts(1)
+    assert run.state["walked"][-6:] == run.rates[-6:] and run.rates[-1] != run.rates[0]
+
+
+@pytest.mark.parametrize("of", ["logits", "gradients"])
+def test_an_update_that_is_skipped_is_not_walked(follow: Any, of: str) -> None:
+
+    def broken(_module: Any, _inputs: Any, hidden: Tensor) -> Tensor:
+        if of == "logits":
+            return hidden + torch.nan
+        hidden.register_hook(lambda gradient: gradient * torch.inf)
+        return hidden
+
+    run = follow()
+    run.rollouts(1)
+    rate, scored = run.state["rate"], run.actor.score(as_batch(rollout()))
+    with run.actor.final_norm.register_forward_hook(broken):
+        norms = run.actor.update(scored, epochs=1)["grad_norm"]
+    assert not any(map(math.isfinite, norms))
+    assert run.state["walked"][-3:] == [0.0] * 3 and min(run.state["walked"][:-3]) > 0
+    assert of == "gradients" or run.state["rate"] == rate  # no token has a KL
+
+
+@pytest.mark.parametrize(("least", "judged"), [(0.0, True), (-1.0, False)])
+def test_entropy_is_watched_and_rewards_where_half_of_a_mean_says_something(
+    follow: Any, least: float, judged: bool
+) -> None:
+    """The rewards of verl's batches; a sequence without a token that counts is one of its fillings."""
+    samples = rollout()
+    samples[1] = dataclasses.replace(samples[1], mask=torch.zeros_like(samples[1].mask))
+    rewards: list[Tensor] = []
+    for number, sample in enumerate(samples):
+        values = torch.zeros(len(sample.response))
+        values[-1] = 100.0 if number == 1 else least if number % 4 == 2 else 1.0
+        rewards.append(values)
+    run = follow()
+    run.rollouts(1, as_batch(samples, rm_scores=rewards), epochs=1)
+    levels = run.state["levels"]
+    assert levels["entropy"][2] == 3 and 0 < levels["entropy"][0] < math.log(99)
+    assert ("success" in levels) == judged
+    if judged:  # two of three in the first mini-batch, and three of four in the others
+        assert levels["success"][::2] == [pytest.approx((2 / 3 + 3 / 4 + 3 / 4) / 3), 3]
+
+
+def test_a_rate_that_does_not_move_is_that_of_a_run_without_a_target(
+    follow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit: the target changes nothing but the rate, and without one nothing is changed."""
+    monkeypatch.setattr(KLTarget, "update", lambda self, *_, schedule, **__: self.rate * schedule)
+    schedule = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 0}
+    with_target = follow(learning_rate=1.0, schedule=schedule)
+    ours = with_target.rollouts(3)
+    parameters = with_target.actor.parameters()
+    plain: Actor = trolled(
+        True, f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.lr_scheduler_type=cosine"
+    )
+    assert type(plain.engine.lr_scheduler) is LambdaLR and plain.engine.kl_target is None
+    theirs: dict[str, list[Any]] = {}
+    for _ in range(3):
+        for name, values in plain.update(plain.score(as_batch(rollout())), epochs=2).items():
+            theirs.setdefault(name, []).extend(values)
+    for name, value in plain.parameters().items():
+        assert torch.equal(parameters[name], value), name
+    assert ours.keys() - theirs.keys() == {"trust_region/kl_target/wanted", "trust_region/kl_target/rate"}
+    trained = {name for name in theirs if not name.startswith("perf/") and name not in ("mfu", "lr")}
+    assert {name: ours[name] for name in trained} == {name: theirs[name] for name in trained}
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_of_a_run_without_a_target_begins_the_search_and_the_reverse_goes_on(
+    follow: Any, tmp_path: Path
+) -> None:
+    run = follow(schedule=COSINE)
+    run.rollouts(3)
+    run.engine.save_checkpoint(str(tmp_path))
+    saved = torch.load(tmp_path / "extra_state_world_size_1_rank_0.pt", weights_only=False)["lr_scheduler"]
+    plain = LambdaLR(AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0), lambda step: 1.0)
+    plain.load_state_dict(saved)
+    assert plain.last_epoch == 3 and plain.get_last_lr() == run.engine.lr_scheduler._scheduler.get_last_lr()
+    run.actor.reset(ppo_epochs=2)
+    run.engine.lr_scheduler.load_state_dict({name: value for name, value in saved.items() if name != STATE})
+    assert run.state["rate"] == pytest.approx(FOUND) and run.state["walked"] == []
+    # The schedule goes on, and the optimiser has its rate before the first update.
+    assert run.rate == pytest.approx(FOUND * plain.get_last_lr()[0] / (100 * FOUND))
+
+
+# What the optimiser gets
+
+
+def settings(**changes: Any) -> TrollPolicyLossConfig:
+    return TrollPolicyLossConfig(**{"kl_target": 0.03, "train_batch_size": 8, **changes})
+
+
+def scheduled(*groups: dict[str, Any]) -> tuple[AdamW, KLTargetScheduler]:
+    optimizer = AdamW([{"params": [torch.nn.Parameter(torch.ones(1))], **group} for group in groups], foreach=False)
+    return optimizer, KLTargetScheduler(LambdaLR(optimizer, lambda step: 1 / (1 + step)), settings())
+
+
+def test_groups_keep_the_ratio_of_their_rates_and_a_schedule_its_step() -> None:
+    optimizer, scheduler = scheduled({"lr": 1e-3}, {"lr": 1e-2}, {"lr": 0.0})
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-5, 1e-4, 0.0])
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-6, 5e-5, 0.0])
+    assert scheduler.get_last_lr() == pytest.approx([1e-5, 1e-4, 0.0])
+
+
+def test_a_rate_that_is_a_tensor_stays_one() -> None:
+    rate = torch.tensor(1e-2, dtype=torch.float64)
+    optimizer, scheduler = scheduled({"lr": rate})
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(1e-4)
+    assert scheduler.get_last_lr() == pytest.approx([1e-4])
+
+
+def test_warnings_are_logged_by_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    for warns in (True, False):
+        optimizer = AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
+        scheduler = KLTargetScheduler(LambdaLR(optimizer, lambda step: 1.0), settings(), warns=warns)
+        scheduler._target._tell("held", "50% of what is wanted")
+    assert [record.getMessage() for record in caplog.records] == ["50% of what is wanted"]
+
+
+def test_a_scheduler_without_functions_is_refused() -> None:
+    optimizer = AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
+    with pytest.raises(ValueError, match=r"policy_loss\.kl_target multiplies .*LambdaLR, .* is StepLR: set kl_target"):
+        KLTargetScheduler(StepLR(optimizer, 1), settings())
