@@ -32,6 +32,7 @@ OTHERS = (
     "coverage",
     "compile",
     "gpu",
+    "host",
     "simulate",
     "transfer",
     "tabular",
