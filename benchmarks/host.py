@@ -1,9 +1,8 @@
 """Where the host's part of an update goes: the operators and kernels that are launched, by the file that asks for them.
 
-With few tokens or a narrow model a GPU waits for the host, which takes some microseconds for each launch, however small.
-One rollout with four updates of `TrollTrainer` and of `GRPOTrainer` is counted, as in `step`, with Triton's kernels in
-their interpreter; launches within the model are the same on both sides, and left out. A view costs the host a little too,
-and is not counted.
+With few tokens or a narrow model a GPU waits for the host, which takes some microseconds for each launch, however small
+it is. One rollout with four updates of `TrollTrainer` and of `GRPOTrainer` is counted, as in `step`, with Triton's
+kernels in their interpreter. Launches within the model are the same on both sides, and left out; so are views.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
