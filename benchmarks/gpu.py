@@ -49,7 +49,7 @@ Rows = Iterator[dict[str, Any]]
 TRAINING_NEEDS = ("trl", "transformers", "accelerate", "datasets", "peft", "reasoning_gym", "yamlcore", "rich")
 #: The model of the training parts; for a trial a random one, in the shape of Qwen3.
 MODEL = Path("models/SmolLM2-135M-Instruct")
-SMALL_MODEL = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SMALL_MODEL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 
 #: The KL target that the documentation recommends, and the learning rate at a hundredth of which its search begins.
 TARGET, START = 0.03, "1e-5"
