@@ -143,7 +143,8 @@ check-workflows:
 bench: setup
 	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m benchmarks all --device cpu
 
-# At most 20 minutes on a GPU, with any Python whose torch sees one; results in $(RESULTS), under the GPU's name.
+# At most 12 minutes on a GPU, with any Python whose torch sees one; results in $(RESULTS), under the GPU's name. The same
+# command goes on with what did not fit.
 # Anywhere: make bench-gpu OPTIONS="--device cpu --small"
 bench-gpu:
 	@python=$(PYTHON); \

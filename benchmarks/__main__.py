@@ -32,6 +32,7 @@ OTHERS = (
     "coverage",
     "compile",
     "gpu",
+    "host",
     "simulate",
     "transfer",
     "tabular",
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--model", nargs="+", help="checkpoints of Hugging Face models, for coverage, engine, step and truncation"
     )
-    parser.add_argument("--minutes", type=float, default=20, help="time for gpu, which skips what does not fit")
+    parser.add_argument("--minutes", type=float, default=12, help="time for gpu, which skips what does not fit")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():

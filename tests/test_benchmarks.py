@@ -3,11 +3,8 @@
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from benchmarks import (
     count,
     counting,
     coverage,
-    gpu,
     measure,
     simulate,
     step,
@@ -290,45 +286,6 @@ def test_a_contender_that_is_not_installed_is_skipped_by_name() -> None:
     skipped: dict[str, str] = {}
     taken = measure.seconds({"theirs": measure.foreign(missing), "ours": lambda: None}, 1, "cpu", skipped)
     assert list(taken) == ["ours"] and skipped == {"theirs": "quack is not installed"}
-
-
-def test_gpu_report_names_what_failed_what_is_missing_and_what_did_not_fit(tmp_path, monkeypatch):
-    def sleep(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
-        gpu._call(["sleep", "60"], seconds)
-        return []
-
-    def missing(*_: object) -> list[dict[str, Any]]:
-        raise gpu.Skipped("trl not installed")
-
-    def broken(*_: object) -> list[dict[str, Any]]:
-        gpu._call([sys.executable, "-c", "raise SystemExit(3)"], 60)
-        return []
-
-    parts = (
-        gpu.Part("projection", 100, gpu.benchmark("projection")),
-        gpu.Part("long", 0.1, sleep),
-        gpu.Part("missing", 1, missing),
-        gpu.Part("broken", 1, broken),
-    )
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(measure, "small", True)
-    assert not gpu.main("cpu", 1, tmp_path, 20)
-    (page,), (data,) = tmp_path.glob("*.md"), tmp_path.glob("*.json")
-    found = json.loads(data.read_text())["parts"]
-    outcomes = [part["outcome"] for part in found]
-    assert outcomes == ["done", "did not fit in 0 s", "skipped: trl not installed", "failed: RuntimeError: exit code 3"]
-    assert {row["contender"] for row in found[0]["rows"]} >= {"bracket", "newton"}
-    assert "| 64 | 9 | newton |" in page.read_text() and "## missing: skipped: trl not installed" in page.read_text()
-
-
-@pytest.mark.slow
-def test_everything_for_a_gpu_runs_small_on_a_cpu(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--small", "--repeats", "1", "--output", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "benchmarks", "gpu", *options], check=True)
-    (data,) = tmp_path.glob("*.json")
-    parts = json.loads(data.read_text())["parts"]
-    assert [part["part"] for part in parts] == [part.name for part in gpu.PARTS]
-    assert all(part["outcome"].startswith(("done", "skipped")) for part in parts)
 
 
 def test_the_least_number_of_rollouts_is_that_of_the_closed_forms():

@@ -16,16 +16,17 @@ NNODES=${NNODES:-1}
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 LOGGER=${LOGGER:-console,file}    # also wandb, trackio, tensorboard, ...: what `trainer.logger` takes, with commas
 OFFLOAD=${OFFLOAD:-False}         # weights and optimizer in host memory while they are not used
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-$TASK-$(basename "$MODEL_PATH")-$METHOD-$ANCHOR}
+KL_TARGET=${KL_TARGET:-}          # the KL that the learning rate follows, such as 0.03; empty for a constant rate
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-$TASK-$(basename "$MODEL_PATH")-$METHOD-$ANCHOR${KL_TARGET:+-kl$KL_TARGET}}
 
 case $METHOD in
-  # kl_bound is the one to tune; docs/verl.md lists the others.
-  troll) SURROGATE=("+troll=$ENGINE"
-                    actor_rollout_ref.actor.policy_loss.kl_bound="${KL_BOUND:-0.05}"
-                    actor_rollout_ref.actor.policy_loss.regression_weight=1.0
-                    actor_rollout_ref.actor.policy_loss.top_k=64
-                    actor_rollout_ref.actor.policy_loss.mass_threshold=1e-5
-                    actor_rollout_ref.actor.policy_loss.anchor="$ANCHOR") ;;
+  # kl_bound is the one to tune; docs/verl.md lists the others. The penalty is a KL to the old policy at every token, and
+  # no ball.
+  troll|penalty) if [[ $METHOD == troll ]]; then region=(pull=projection kl_bound="${KL_BOUND:-0.05}")
+                 else region=(pull=proximal kl_bound=inf); fi
+                 region+=(regression_weight=1.0 top_k=64 mass_threshold=1e-5 anchor="$ANCHOR"
+                          ${KL_TARGET:+kl_target="$KL_TARGET"})
+                 SURROGATE=("+troll=$ENGINE" "${region[@]/#/actor_rollout_ref.actor.policy_loss.}") ;;
   # PPO's clip with DAPO's higher upper bound (arXiv 2503.14476). verl's default is 0.2 on both sides.
   clip) SURROGATE=(actor_rollout_ref.actor.policy_loss.loss_mode=vanilla
                    actor_rollout_ref.actor.clip_ratio_low=0.2
@@ -46,8 +47,12 @@ case $METHOD in
   cispo) SURROGATE=(actor_rollout_ref.actor.policy_loss.loss_mode=cispo
                     actor_rollout_ref.actor.clip_ratio_low=10
                     actor_rollout_ref.actor.clip_ratio_high=0.2) ;;
-  *) echo "METHOD must be troll, clip, dppo_kl, gspo or cispo, got $METHOD" >&2; exit 2 ;;
+  *) echo "METHOD must be troll, penalty, clip, dppo_kl, gspo or cispo, got $METHOD" >&2; exit 2 ;;
 esac
+if [[ $KL_TARGET && $METHOD != troll && $METHOD != penalty ]]; then
+  echo "KL_TARGET goes with METHOD=troll or penalty: $METHOD is verl's own loss, which measures no KL" >&2
+  exit 2
+fi
 
 case $ANCHOR in
   old) bypass=False ;;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,30 +71,36 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
         number of tokens whose logits are not a distribution. The other metrics leave these out, and also the rest of
         their group where tokens share a multiplier, since the group has no projection.
     """
-    counts, dtype = mask.bool(), step.kl_before.dtype
-    nonfinite = counts & ~step.kl_before.isfinite()
-    finite = counts & ~nonfinite & step.kl_after.isfinite()
-    projected = step.projected & finite
-    totals = {
-        "projected_fraction": masked_total(step.projected.to(dtype), finite),
-        "kl_before_mean": masked_total(step.kl_before, finite),
-        "kl_after_mean": masked_total(step.kl_after, finite),
-        "multiplier": masked_total(step.multiplier, projected),
-        "regression": masked_total(step.regression, finite),
+    # Stacked, since on a GPU each operation on so few numbers takes as long as its launch.
+    averaged = {
+        "kl_before_mean": step.kl_before,
+        "kl_after_mean": step.kl_after,
+        "projected_fraction": step.projected,
+        "multiplier": step.multiplier,
+        "regression": step.regression,
     }
     if step.kept_log_mass is not None:
-        totals["kept_mass"] = masked_total(step.kept_log_mass.exp(), finite)
-    maxima = {
-        "kl_before_max": _masked_largest(step.kl_before, finite),
-        "kl_after_max": _masked_largest(step.kl_after, finite),
-    }
-    return Tally(totals, maxima, counts={"nonfinite": nonfinite.sum().to(dtype)})
+        averaged["kept_mass"] = step.kept_log_mass.exp()
+    values = _stacked(averaged.values(), step.kl_before.dtype)
+    divergences, counts = values[:2], mask.bool().reshape(-1)
+    distribution, has_projection = divergences.isfinite().unbind()
+    finite = counts & distribution & has_projection
+    masks = torch.stack([finite & values[2].bool() if name == "multiplier" else finite for name in averaged])
+    outside = torch.where(finite, divergences, -torch.inf)
+    largest = outside.amax(-1) if outside.shape[-1] else outside.new_full((2,), -torch.inf)
+    return Tally(
+        dict(zip(averaged, _masked_totals(values, masks), strict=True)),
+        dict(zip(("kl_before_max", "kl_after_max"), largest, strict=True)),
+        counts={"nonfinite": (counts & ~distribution).sum().to(values.dtype)},
+    )
 
 
 def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:
     """The means over a mask's tokens (...) of `support_size`, the used slots, and of `tail_mass`, the mass outside."""
-    used = old.used.sum(-1).to(old.log_probs.dtype)
-    return Tally({"support_size": masked_total(used, mask), "tail_mass": masked_total(old.tail_log_prob.exp(), mask)})
+    averaged = {"support_size": old.used.sum(-1), "tail_mass": old.tail_log_prob.exp()}
+    values = _stacked(averaged.values(), old.log_probs.dtype)
+    masks = mask.bool().reshape(-1).expand(values.shape)
+    return Tally(dict(zip(averaged, _masked_totals(values, masks), strict=True)))
 
 
 def masked_total(values: Tensor, mask: Tensor) -> Tensor:
@@ -102,8 +108,17 @@ def masked_total(values: Tensor, mask: Tensor) -> Tensor:
 
     Values outside the mask do not matter, NaN included.
     """
-    mask = mask.bool()
-    return torch.stack([torch.where(mask, values.detach(), 0.0).sum(), mask.sum().to(values.dtype)])
+    return _masked_totals(values.detach().reshape(1, -1), mask.bool().reshape(1, -1))[0]
+
+
+def _masked_totals(values: Tensor, masks: Tensor) -> Tensor:
+    """The sums of m quantities of N tokens, (m, N), each over its mask, and the numbers of tokens, (m, 2)."""
+    return torch.stack([torch.where(masks, values, 0.0).sum(-1), masks.sum(-1).to(values.dtype)], dim=-1)
+
+
+def _stacked(values: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Quantities of (...) tokens as (m, N), without gradient."""
+    return torch.stack([x.detach().reshape(-1).to(dtype) for x in values])
 
 
 def counted(values: Tensor, mask: Tensor) -> Tensor:
@@ -133,11 +148,6 @@ def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, T
 def distribution(name: str, values: Tensor) -> dict[str, Tensor]:
     """The mean of (n,) values, and their 5, 50 and 95 % quantiles."""
     return {name: total(values)} | quantiles(name, values, (5, 50, 95))
-
-
-def _masked_largest(values: Tensor, mask: Tensor) -> Tensor:
-    outside = torch.where(mask, values.detach(), -torch.inf)
-    return torch.nn.functional.pad(outside.flatten(), (0, 1), value=-torch.inf).max()
 
 
 def _combined(

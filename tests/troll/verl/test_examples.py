@@ -1,5 +1,6 @@
 """The launch scripts: what they hand to verl composes, passes verl's own checks, and differs only in the surrogate."""
 
+import math
 import os
 import runpy
 import subprocess
@@ -24,7 +25,7 @@ from tests.troll.verl.actor import parsed_once
 from troll_lab.rewards.mathematics import compute_score
 
 FOLDER = Path(__file__).parents[3] / "examples" / "verl"
-METHODS = ("troll", "clip", "dppo_kl", "gspo", "cispo")
+METHODS = ("troll", "penalty", "clip", "dppo_kl", "gspo", "cispo")
 
 #: Those that start a run; the others are parts of them.
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*-*.sh"))
@@ -86,11 +87,11 @@ def flat(config: Any, name: str = "") -> dict[str, Any]:
 def test_verl_accepts_every_method_and_they_differ_only_in_the_surrogate(script: str, configure: Configure) -> None:
     found = {}
     # The scripts' common part tells them apart: all of them on each data set and each engine.
-    for method in METHODS if script in ("gsm8k-1-gpu.sh", "dapo-qwen3-30b-a3b.sh") else METHODS[:2]:
+    for method in METHODS if script in ("gsm8k-1-gpu.sh", "dapo-qwen3-30b-a3b.sh") else ("troll", "clip"):
         config = configure(script, METHOD=method)
         check(config)
         loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-        assert loss in POLICY_LOSS_REGISTRY and loss == {"clip": "vanilla"}.get(method, method)
+        assert loss in POLICY_LOSS_REGISTRY and loss == {"penalty": "troll", "clip": "vanilla"}.get(method, method)
         found[method] = flat(OmegaConf.to_container(config, resolve=True))
     first = found["troll"]
     differing = {
@@ -165,6 +166,11 @@ ENVIRONMENTS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("dapo-qwen3-4b.sh", {"INFER_BACKEND": "sglang"}, {f"{ROLLOUT}.name": "sglang"}),
     ("dapo-qwen3-4b.sh", {"LOGGER": "console,trackio"}, {"trainer.logger": ["console", "trackio"]}),
     ("gsm8k-1-gpu.sh", {"KL_BOUND": "0.1"}, {f"{POLICY_LOSS}.kl_bound": 0.1}),
+    ("gsm8k-1-gpu.sh", {"METHOD": "penalty"}, {f"{POLICY_LOSS}.pull": "proximal", f"{POLICY_LOSS}.kl_bound": math.inf}),
+    *(
+        ("dapo-qwen3-4b.sh", {"METHOD": method, "KL_TARGET": "0.03"}, {f"{POLICY_LOSS}.kl_target": 0.03})
+        for method in ("troll", "penalty")
+    ),
     *((script, {"ANCHOR": "rollout"}, {f"{POLICY_LOSS}.anchor": "rollout"}) for script in SCRIPTS),
     ("gsm8k-nodes.sh", {"NNODES": "4"}, {f"transfer_queue.backend.{UNITS}": 8}),
     ("gsm8k-nodes.sh", {"NNODES": "16"}, {f"transfer_queue.backend.{UNITS}": 32}),
@@ -204,9 +210,24 @@ def test_verls_reward_for_dapo_punishes_long_answers(configure: Configure) -> No
     assert manager.overlong_buffer_cfg.enable and manager.overlong_buffer_cfg.len == 512
 
 
+def test_the_comparison_makes_every_run_and_names_those_that_fail(tmp_path: Path) -> None:
+    done = launched("compare.sh", tmp_path, "data.seed=7")
+    assert done.returncode == 0, done.stderr
+    runs = [run.splitlines() for run in done.stdout.split("-m\nverl.trainer.main_ppo\n")[1:]]
+    names = [next(line for line in run if line.startswith("trainer.experiment_name=")) for run in runs]
+    assert len(set(names)) == 6 and all(run[-1] == "data.seed=7" for run in runs)
+    assert all("trainer.total_training_steps=100" in run for run in runs)
+    targets = [f"{POLICY_LOSS}.kl_target=0.03" in run for run in runs]
+    assert targets == [name.endswith("-kl0.03") for name in names] and sum(targets) == 2
+    failed = launched("compare.sh", tmp_path, RUNS="ppo troll cispo:0.03")
+    assert failed.returncode == 1 and failed.stderr.endswith("failed: ppo cispo:0.03\n")
+    assert failed.stdout.count("verl.trainer.main_ppo") == 1
+
+
 def test_wrong_use_is_told_what_to_do(tmp_path: Path) -> None:
     for script, environment, said in (
-        ("gsm8k-1-gpu.sh", {"METHOD": "ppo"}, "METHOD must be troll, clip, dppo_kl, gspo or cispo, got ppo"),
+        ("gsm8k-1-gpu.sh", {"METHOD": "ppo"}, "METHOD must be troll, penalty, clip, dppo_kl, gspo or cispo, got ppo"),
+        ("dapo-qwen3-4b.sh", {"METHOD": "cispo", "KL_TARGET": "0.03"}, "KL_TARGET goes with METHOD=troll or penalty"),
         ("dapo-async.sh", {"ANCHOR": "new"}, "ANCHOR must be old or rollout, got new"),
         ("gsm8k-1-gpu.sh", {"TRAIN_FILE": "nothing"}, "prepare.py gsm8k"),
         ("dapo-qwen3-4b.sh", {"TEST_FILE": "nothing"}, "wget"),
