@@ -4,7 +4,7 @@ It ends with a table, and a page of curves, `comparison.html`. One run of each c
 learn, and what each does to the tokens that move too far.
 
     make verl-demo
-    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 32] [verl settings ...]
+    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 24] [verl settings ...]
 
 An interrupted demo goes on from its last checkpoint when it is started again with the same folder.
 """
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=32, help="rollouts, of 8 updates each")
+    parser.add_argument("--steps", type=int, default=24, help="rollouts, of 8 updates each")
     arguments, settings = parser.parse_known_args()
     if find_spec("verl") is None:
         sys.exit("verl is not installed here: `make verl-demo` sets up an environment of its own for it")

@@ -147,7 +147,7 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
         facts["Time in training"] = duration(seconds)
     versions = summary.get("versions")
     if isinstance(versions, dict) and versions:
-        facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        facts["Versions"] = ", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in versions.items())
     return facts
 
 
