@@ -115,8 +115,8 @@ def _headline(comparison: Comparison) -> tuple[str, str]:
             unclear.append(f"{first} − {second} {plain_difference(one.estimate, measure)}{POINTS[measure]}")
             continue
         ahead, behind, (low, high) = (first, second, interval) if interval[0] > 0 else (second, first, interval[::-1])
-        mean, low, high = (formatted(abs(value), measure) for value in (one.estimate.mean, low, high))
-        clear.append(f"{ahead} is ahead of {behind} by {mean}{POINTS[measure]} [{low}, {high}]")
+        by, least, most = (formatted(abs(value), measure) for value in (one.estimate.mean, low, high))
+        clear.append(f"{ahead} is ahead of {behind} by {by}{POINTS[measure]} [{least}, {most}]")
     rest = "; ".join(unclear[:_MOST_NAMED]) + ("; ..." if len(unclear) > _MOST_NAMED else "")
     if not clear:
         return "No clear difference", rest
