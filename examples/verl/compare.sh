@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Four methods, and what a KL target changes: Qwen3-4B on DAPO-Math-17k, on one machine of eight GPUs, one run after the
-# other. docs/scaling.md says what this would answer, what it needs, and where to send the results.
+# other. docs/study/scaling.md says what this would answer, what it needs, and where to send the results.
 #
 #   bash examples/verl/compare.sh                          # six runs of 100 steps
 #   RUNS="troll troll:0.03" bash examples/verl/compare.sh  # a method, or a method and its KL target

@@ -1,6 +1,7 @@
 """Writes a task of troll's as verl reads it: FOLDER/train.parquet and FOLDER/test.parquet.
 
     python examples/verl/prepare.py gsm8k data/gsm8k
+    python examples/verl/prepare.py gsm8k data/gsm8k --dataset_path my/gsm8k      # without the hub
 
 For tasks whose answers `troll_lab.rewards.mathematics` or `troll_lab.rewards.code` judges: gsm8k, math, mbpp, ...
 (docs/tasks.md).
@@ -9,20 +10,25 @@ For tasks whose answers `troll_lab.rewards.mathematics` or `troll_lab.rewards.co
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from troll_lab.tasks import TaskConfig, load_task
+from troll_lab.terminal import run_command, silence_libraries
 
 
-def main() -> None:
-    """Writes both files."""
+def main() -> int:
+    """Writes both files, and returns the exit code."""
+    silence_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--eval_size", type=int, help="held-out rows; all there are where the task has a test split")
+    parser.add_argument("--dataset_path", metavar="PATH", help="local data: a file, or a folder with train and test")
     arguments = parser.parse_args()
-    task = load_task(TaskConfig(arguments.task, eval_size=arguments.eval_size), conversational=True, for_training=True)
+    config = TaskConfig(arguments.task, dataset_path=arguments.dataset_path, eval_size=arguments.eval_size)
+    task = load_task(config, conversational=True, for_training=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
     def to_verl(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -40,7 +46,8 @@ def main() -> None:
         path = arguments.folder / f"{name}.parquet"
         rows.map(to_verl, with_indices=True, remove_columns=gold).to_parquet(path)
         print(f"{path}: {len(rows)} rows")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, "tasks"))

@@ -171,9 +171,9 @@ def _tasks(_: argparse.Namespace) -> int:
 
     from troll_lab.tasks.registry import known_tasks
 
-    table = Table("task", "", caption="docs/tasks.md says where their data is from.")
-    for pattern, trains in known_tasks().items():
-        table.add_row(pattern.replace("[", r"\["), "" if trains else "a benchmark: to evaluate on only")
+    table = Table("task", "what it asks", "", caption="docs/tasks.md says where their data is from.")
+    for pattern, entry in known_tasks().items():
+        table.add_row(pattern.replace("[", r"\["), entry.about, "" if entry.trains else "to evaluate on only")
     Console().print(table)
     return 0
 

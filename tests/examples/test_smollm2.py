@@ -174,6 +174,8 @@ def test_main_trains_and_prints_answers_before_and_after(
     assert (summary["recipe"], summary["steps"]) == ("smollm2-sums", 2)
     assert len(demo.completions(run / "before")) == len(demo.completions(run / "after")) == 8
     said = capsys.readouterr().out
+    duration = said.index(demo.DURATION)
+    assert duration < said.index("part 1 of 3") < said.index("part 2 of 3") < said.index("part 3 of 3")
     assert said.count("✗") == 16 and "✓" not in said, "a random model should know no sum"
     for name in ("before", "after"):
         found = json.loads((run / name / "results.json").read_text())["tasks"]["reasoning_gym:chain_sum"]

@@ -137,7 +137,7 @@ def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "reasoning_gym:<data set>" in shown
     assert "prompts[:<hub data set>]" in shown
-    assert re.search(r"aime24\W+a benchmark", shown)
+    assert re.search(r"aime24\W+Problems of AIME 2024.*to evaluate on only", shown)
 
 
 def test_tasks_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

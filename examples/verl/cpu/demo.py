@@ -1,9 +1,10 @@
-"""Trains the toy task with verl's unmodified `main_ppo` on a CPU: its own clip, then TROLL, and compares them.
+"""Trains the toy task with verl's unmodified `main_ppo` on a CPU: its own clip, then TROLL, by the same settings.
 
-It ends with a table, and a page of curves, `comparison.html`.
+It ends with a table, and a page of curves, `comparison.html`. One run of each compares nothing: it shows that both
+learn, and what each does to the tokens that move too far.
 
     make verl-demo
-    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 48] [verl settings ...]
+    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 24] [verl settings ...]
 
 An interrupted demo continues from its last checkpoint if it is started again with the same folder.
 """
@@ -18,19 +19,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from demo_page import HELD_OUT, median_seconds, metric, page
+from demo_page import HELD_OUT, Metrics, metric, page, results
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from troll.files import write_atomically
+from troll_lab.terminal import say, silence_libraries
+from troll_lab.values import read_yaml
 
 HERE = Path(__file__).resolve().parent
 METHODS = {"clip": (), "troll": ("+troll=fsdp",)}
+#: How long a method takes with the settings of `toy.yaml`: the run of TROLL in docs/verl.md, on two busy cores.
+MINUTES = 6
 _POLL_SECONDS = 0.5
 
 
@@ -95,6 +101,13 @@ class Run:
         """Returns the held-out success by step."""
         return metric(self.metrics(), HELD_OUT).to_dict()
 
+    def limit(self) -> str:
+        """Returns how far the method lets the policy move, from the settings that verl was started with."""
+        actor = read_yaml(self.folder / "hydra" / ".hydra" / "config.yaml")["actor_rollout_ref"]["actor"]
+        if self.method == "troll":
+            return f"KL up to ε = {actor['policy_loss']['kl_bound']:g}"
+        return f"ratio {1 - actor['clip_ratio_low']:g} to {1 + actor['clip_ratio_high']:g}"
+
 
 def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
     """Runs verl to the end, and shows its progress.
@@ -109,7 +122,7 @@ def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
         # Ray's sockets lie in it, and their names may have 107 characters at most.
         tempfile.TemporaryDirectory(prefix="troll-ray-", ignore_cleanup_errors=True) as ray_folder,
         log.open("a") as file,
-        Progress(*columns, TimeElapsedColumn(), console=console) as progress,
+        Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress,
     ):
         bar = progress.add_task("starting", total=run.steps)
         command = run.command(data, Path(ray_folder), settings)
@@ -129,14 +142,18 @@ def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
         sys.exit(f"{tail}\nverl ended with status {verl.returncode} before its last step: all of its log is in {log}")
 
 
-def summary(runs: list[Run]) -> Table:
-    """Returns the table of held-out success before and after, a row for each run."""
-    table = Table("method", "held out before", "after", "seconds a step", "log, metrics and checkpoints")
-    for run in runs:
-        held_out = run.held_out()
-        first, last = held_out[min(held_out)], held_out[max(held_out)]
-        seconds = f"{median_seconds(run.metrics()):.1f}"
-        table.add_row(run.method, f"{first:.1%}", f"{last:.1%}", seconds, os.path.relpath(run.folder))
+def start_of(folder: Path) -> float | None:
+    """Returns the held-out success of the model that all methods start from; None before it was evaluated."""
+    found = (Run(method, folder / method, 0).held_out().get(0) for method in METHODS)
+    return next((success for success in found if success is not None), None)
+
+
+def summary(metrics: Mapping[str, Metrics], limits: Mapping[str, str]) -> Table:
+    """Returns the table of the page, for a terminal."""
+    frame = results(metrics, limits)
+    table = Table(*frame.columns, title="held-out success, one run each")
+    for row in frame.itertuples(index=False):
+        table.add_row(*map(str, row))
     return table
 
 
@@ -145,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=48, help="rollouts, of 8 updates each")
+    parser.add_argument("--steps", type=int, default=24, help="rollouts, of 8 updates each")
     arguments, settings = parser.parse_known_args()
     if find_spec("verl") is None:
         sys.exit("verl is not installed here: `make verl-demo` sets up an environment of its own for it")
@@ -153,18 +170,25 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     from toy_data import prepare
 
+    silence_libraries()
     folder = arguments.output_dir.resolve()
     console = Console()
     data = folder / "data"
-    prepare(data)
     runs = [Run(method, folder / method, arguments.steps) for method in arguments.methods]
-    for run in runs:
-        if run.steps not in run.held_out():
-            train(run, data, settings, console)
-    console.print(summary(runs))
+    if left := [run for run in runs if run.steps not in run.held_out()]:
+        console.print(f"a minute for the model, then {len(left)} x {MINUTES} minutes on two cores; in {folder}")
+    prepare(data)
+    for run in left:
+        # All methods start from one model, so it is evaluated once: two samples of its answers would differ.
+        once = ["trainer.val_before_train=false"] if start_of(folder) is not None else []
+        train(run, data, [*settings, *once], console)
+    start = start_of(folder)
+    metrics = {run.method: ({} if start is None else {0: {HELD_OUT: start}}) | run.metrics() for run in runs}
+    limits = {run.method: run.limit() for run in runs}
+    console.print(summary(metrics, limits))
     comparison = folder / "comparison.html"
-    write_atomically(comparison, page({run.method: run.metrics() for run in runs}))
-    console.print(f"comparison  {comparison}")
+    write_atomically(comparison, page(metrics, limits))
+    say(console, f"comparison  {comparison}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The page at the end of the demo: the final success of each method, and its curves."""
+"""The table and the page at the end of the demo: what each method learned, how far it moved, and its curves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -19,37 +19,51 @@ Metrics = Mapping[int, Mapping[str, float]]
 HELD_OUT = "val-core/reasoning_gym:chain_sum/acc/mean@1"
 STEP_SECONDS = "timing_s/step"
 
-#: Title, verl's name of the metric, its scale, and a sentence.
-PLOTS: tuple[tuple[str, str, Scale, str], ...] = (
+#: How far the policy has moved in an update, as verl estimates it for every method; and the tokens that moved too far,
+#: which TROLL projects and the clip leaves out.
+KL, OUTSIDE = "actor/ppo_kl", ("actor/trust_region/projected_fraction", "actor/pg_clipfrac")
+
+#: Title, verl's names of the metric, of which a method logs one at most, its scale, and a sentence.
+PLOTS: tuple[tuple[str, tuple[str, ...], Scale, str], ...] = (
     (
         "Held-out success",
-        HELD_OUT,
+        (HELD_OUT,),
         "percent",
-        "512 problems that are not trained on, a completion each: the standard error is 2 points.",
+        "512 problems that are not trained on, a completion each: the standard error is 2 points. Both start from one "
+        "model, which is evaluated once.",
     ),
-    ("Training success", "critic/score/mean", "percent", "Of a rollout's completions; a running mean."),
-    ("Entropy", "actor/entropy", "from zero", "Of the network as it scores a rollout, in nats; a running mean."),
+    ("Training success", ("critic/score/mean",), "percent", "Of a rollout's completions; a running mean."),
+    (
+        "Tokens outside the limit",
+        OUTSIDE,
+        "percent",
+        "TROLL projects them back to the bound ε, the clip leaves them out of the gradient; a running mean.",
+    ),
     (
         "Divergence from the old policy",
-        "actor/trust_region/kl_before_mean",
-        "from zero",
-        "KL(p̃ ‖ p) of a token in an update, in nats; a running mean. The clip has no such number.",
+        (KL,),
+        "linear",
+        "KL(old ‖ new) of a token in an update, in nats, before TROLL projects it. verl estimates it from the sampled "
+        "tokens, with noise that may make it negative; a running mean.",
     ),
+    ("Entropy", ("actor/entropy",), "from zero", "Of the network as it scores a rollout, in nats; a running mean."),
 )
 
 
-def page(runs: Mapping[str, Metrics]) -> str:
+def page(runs: Mapping[str, Metrics], limits: Mapping[str, str]) -> str:
     """The page, in one HTML file.
 
     Args:
         runs: By method, what verl logged.
+        limits: By method, how far it lets the policy move, in words.
     """
     held_out = {name: metric(run, HELD_OUT) for name, run in runs.items()}
     return render(
         "demo_page.html",
         folder=Path(__file__).parent,
+        start=next((percent(curve[0]) for curve in held_out.values() if 0 in curve), ""),
         outcome={name: curve.iloc[-1] for name, curve in held_out.items() if len(curve)},
-        results=_results(runs),
+        results=results(runs, limits),
         curves=[_card(number, *plot, runs) for number, plot in enumerate(PLOTS)],
     )
 
@@ -64,23 +78,41 @@ def median_seconds(run: Metrics) -> float:
     return float(metric(run, STEP_SECONDS).median())
 
 
-def _results(runs: Mapping[str, Metrics]) -> pd.DataFrame:
-    """The time of a step is the median."""
+def results(runs: Mapping[str, Metrics], limits: Mapping[str, str]) -> pd.DataFrame:
+    """The table: a method a row. KL and tokens outside the limit are means over the run, the time is the median.
+
+    Args:
+        runs: By method, what verl logged.
+        limits: By method, how far it lets the policy move, in words.
+    """
     rows = [
         {
             "method": name,
+            "limit": limits[name],
             "before": percent(metric(run, HELD_OUT).iloc[0]),
             "after": percent(metric(run, HELD_OUT).iloc[-1]),
-            "a step": f"{median_seconds(run):.1f} s",
+            "outside the limit": _mean(_one_of(run, OUTSIDE), percent),
+            "KL, nats": _mean(metric(run, KL), "{:.4f}".format),
             "rollouts": max(run),
+            "one takes": f"{median_seconds(run):.1f} s",
         }
         for name, run in runs.items()
     ]
     return pd.DataFrame(rows)
 
 
-def _card(number: int, title: str, key: str, scale: Scale, note: str, runs: Mapping[str, Metrics]) -> Card:
-    curves = [(name, place, smooth(metric(run, key))) for place, (name, run) in enumerate(runs.items())]
+def _mean(curve: pd.Series, text: Callable[[float], str]) -> str:
+    return text(curve.mean()) if len(curve) else "–"
+
+
+def _one_of(run: Metrics, names: Sequence[str]) -> pd.Series:
+    """The metric of these that the run logged; empty without one."""
+    curves = [metric(run, name) for name in names]
+    return next((curve for curve in curves if len(curve)), curves[0])
+
+
+def _card(number: int, title: str, keys: Sequence[str], scale: Scale, note: str, runs: Mapping[str, Metrics]) -> Card:
+    curves = [(name, place, smooth(_one_of(run, keys))) for place, (name, run) in enumerate(runs.items())]
     curves = [(name, place, curve) for name, place, curve in curves if len(curve)]
 
     def paint(axes: Axes) -> None:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import AutoTokenizer
 from troll_lab.runs.toy_model import toy_model
 from troll_lab.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
 from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
+from troll_lab.terminal import silence_libraries
 from troll_lab.values import read_yaml
 
 # The model reads bare text, and verl applies a chat template to all it is asked.
@@ -31,6 +31,18 @@ def quickstart_task() -> TaskConfig:
     return TaskConfig(**{name: recipe[name] for name in ("task", "task_options", "eval_size")})
 
 
+def demo_task() -> TaskConfig:
+    """Returns the task of the demo: quickstart's sums, and the answer has to stand in brackets, `<7>`.
+
+    The model knows the brackets, but writes them only at times. To use them always is learned in a few rollouts, as
+    many as verl on a CPU has time for; to add up better takes a hundred times as many completions.
+    """
+    task = quickstart_task()
+    options = task.options | {"answer_format": "<{answer}>"}
+    warm_up = {"target_success": None, "max_steps": 900, "format_share": 0.2}
+    return TaskConfig(task.task, task_options=options, eval_size=task.eval_size, warm_up=warm_up)
+
+
 def write_model(folder: Path, task: TaskConfig, seed: int) -> None:
     """Writes the toy model, warmed up on its own split of the task, with a chat template."""
     shutil.copytree(toy_model(task, seed=seed), folder, dirs_exist_ok=True)
@@ -40,13 +52,13 @@ def write_model(folder: Path, task: TaskConfig, seed: int) -> None:
 
 
 def write_questions(path: Path, task: TaskConfig, asked: list[Question]) -> None:
-    """Writes questions as verl reads them; the entry that the task's verifier needs goes along as JSON."""
+    """Writes questions as verl reads them, with the right answers as the task wants them written."""
     rows = [
         {
             "data_source": task.task,
             "prompt": [{"role": "user", "content": question.prompt}],
-            "reward_model": {"style": "rule", "ground_truth": question.answer},
-            "extra_info": {"index": index, "entry": json.dumps(question.entry, default=str)},
+            "reward_model": {"style": "rule", "ground_truth": question.formatted_answer},
+            "extra_info": {"index": index},
         }
         for index, question in enumerate(asked)
     ]
@@ -63,7 +75,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
     finished = folder / "test.parquet"
     if finished.exists():
         return
-    task = quickstart_task()
+    task = demo_task()
     data_set = task.task.partition(":")[2]
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model", task, seed)
@@ -75,6 +87,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
 
 def main() -> None:
     """Reads the command line."""
+    silence_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0, help="of the model's initial weights and its warm-up")

@@ -61,7 +61,9 @@ def _cell(result: Mapping[str, Any], name: str) -> str:
 
 
 class CompletionProgress:
-    """A progress bar with the success so far; on anything but a terminal, a line after every tenth of the task.
+    """A progress bar, with the success at its end; on anything but a terminal, a line after every tenth of the task.
+
+    The success of a part would mislead: long prompts come first, and are often the hard ones.
 
     Args:
         console: The console to show it on.
@@ -87,7 +89,7 @@ class CompletionProgress:
         self._count(records)
         self.progress.update(self.bar, completed=self.done, description=self._success())
         if not self.console.is_terminal and 10 * self.done // self.total > tenths:
-            say(self.console, f"{self.name}  {self.done}/{self.total}  {self._success()}")
+            say(self.console, f"{self.name}  {self.done}/{self.total}  {self._success()}".rstrip())
 
     def stop(self) -> None:
         """Ends the bar."""
@@ -100,4 +102,4 @@ class CompletionProgress:
         self.successes += sum(record["score"] == 1 for record in records)
 
     def _success(self) -> str:
-        return f"success {self.successes / self.judged:.1%}" if self.judged else ""
+        return f"success {self.successes / self.judged:.1%}" if self.judged and self.done == self.total else ""

@@ -13,15 +13,23 @@ from matplotlib.axes import Axes
 
 from troll_lab.reports.curves import smooth, thin
 from troll_lab.reports.figures import COLOURS, Scale, inline_figure, line_mark, line_style, set_scale, set_steps
-from troll_lab.reports.outcome import outcome_section
+from troll_lab.reports.outcome import POINTS, outcome_section, short_name
 from troll_lab.reports.page import Card, Section, render
 from troll_lab.runs.comparison import Comparison, Group, panels, row_label
-from troll_lab.runs.comparison_tables import cell, difference, formatted, result_interval
-from troll_lab.runs.recorded import HELD_OUT, TRUST, metric
+from troll_lab.runs.comparison_tables import (
+    cell,
+    difference,
+    formatted,
+    interval_of,
+    plain_difference,
+    result_interval,
+)
+from troll_lab.runs.recorded import HELD_OUT, TRUST, metric, number
 from troll_lab.runs.text import duration
 from troll_lab.values import yaml_text
 
 _MOST_POINTS = 100  # points of a line: a page has many lines
+_MOST_NAMED = 3  # differences in a headline
 _BANDS = "Line: mean over seeds; band: smallest to largest seed"
 
 
@@ -72,6 +80,8 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
     return render(
         "comparison.html",
         comparison=comparison,
+        headline=_headline(comparison),
+        training=_training(comparison),
         recipes=list(dict.fromkeys(run.recipe for run in comparison.finished)),
         runs=len(comparison.finished),
         seeds=len({run.seed for run in comparison.finished}),
@@ -86,6 +96,42 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
         settings=yaml_text(comparison.common_settings) if comparison.common_settings else None,
         links={name: quote(path.as_posix()) for name, path in links.items()},
     )
+
+
+def _headline(comparison: Comparison) -> tuple[str, str]:
+    """The result in words, and a sentence about the differences that it leaves out; empty without differences."""
+    measure, found = comparison.measure, comparison.differences
+    if not found:
+        return "", ""
+    if all(one.estimate.size == 1 for one in found):
+        return "No verdict from a single seed", ""
+    first_panel, *others = panels(comparison.groups)
+    members = {} if others else first_panel[1]  # with several panels, a name has to say which
+    unclear, clear = [], []
+    for one in found:
+        interval = interval_of(one.estimate)
+        first, second = short_name(one.first, members), short_name(one.second, members)
+        if interval is None or interval[0] <= 0 <= interval[1]:
+            unclear.append(f"{first} − {second} {plain_difference(one.estimate, measure)}{POINTS[measure]}")
+            continue
+        ahead, behind, (low, high) = (first, second, interval) if interval[0] > 0 else (second, first, interval[::-1])
+        by, least, most = (formatted(abs(value), measure) for value in (one.estimate.mean, low, high))
+        clear.append(f"{ahead} is ahead of {behind} by {by}{POINTS[measure]} [{least}, {most}]")
+    rest = "; ".join(unclear[:_MOST_NAMED]) + ("; ..." if len(unclear) > _MOST_NAMED else "")
+    if not clear:
+        return "No clear difference", rest
+    if len(clear) > _MOST_NAMED:
+        return f"{len(clear)} of {len(found)} differences are clear", ""
+    return "; ".join(clear), f"No clear difference: {rest}" if rest else ""
+
+
+def _training(comparison: Comparison) -> str:
+    """How long the runs trained."""
+    times = [value for run in comparison.finished if (value := number(run.summary.get("training_seconds"))) is not None]
+    if not times:
+        return ""
+    shortest, longest = duration(min(times)), duration(max(times))
+    return f"{shortest} of training each" if shortest == longest else f"{shortest} to {longest} of training each"
 
 
 def _ends(group: Group | None) -> str:
@@ -118,8 +164,7 @@ def _effort(comparison: Comparison) -> pd.DataFrame:
                 group, f"{measure}_before", lambda value: formatted(value, measure)
             ),
             "final entropy": mean(group, "entropy_after", "{:.3f}".format),
-            "time since the last resume": mean(group, "seconds", duration),
-            "time in training steps": mean(group, "training_seconds", duration),
+            "time in training": mean(group, "training_seconds", duration),
         }
         for group in comparison.groups
     ]

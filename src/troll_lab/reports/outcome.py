@@ -15,11 +15,12 @@ from troll_lab.runs.comparison_tables import formatted, interval_of, plain_diffe
 from troll_lab.runs.recorded import Measure
 from troll_lab.runs.statistics import seed_differences
 
-_PER_LINE, _MARGINS = 0.42, 0.75  # inches for each method, and for the axis with its labels
+_PER_LINE, _MARGINS = 0.52, 0.75  # inches for each method, and for the axis with its labels
 _UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
-_POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
+#: The unit of differences.
+POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
 _DOT_NOTE = (
-    "Large dot: mean over seeds; bar: its 95 % interval; small dots: single seeds. A difference whose bar crosses 0 is "
+    "Dot: mean over seeds; bar: its 95 % interval; circles below: single seeds. A difference whose bar crosses 0 is "
     "no evidence."
 )
 
@@ -48,8 +49,8 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
         cards.append(_dots(f"outcome-{number}", title, f"final held-out {measure}", lines, measure))
         lines = [
             _Line(
-                f"{_short(found.first, members)} − {_short(found.second, members)}   "
-                f"{plain_difference(found.estimate, measure)}{_POINTS[measure]}",
+                f"{short_name(found.first, members)} − {short_name(found.second, members)}   "
+                f"{plain_difference(found.estimate, measure)}{POINTS[measure]}",
                 list(members.values()).index(found.second) if found.second in members.values() else place,
                 found.estimate.mean,
                 interval_of(found.estimate),
@@ -62,7 +63,8 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
     return Section("Outcome", cards, " ".join([_DOT_NOTE, *notes]))
 
 
-def _short(method: M, members: Mapping[str, M]) -> str:
+def short_name(method: M, members: Mapping[str, M]) -> str:
+    """The name of a method in its panel; in another panel, its label."""
     return next((label for label, member in members.items() if member is method), method.label)
 
 
@@ -83,7 +85,9 @@ def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Mea
             axes.axvline(0, color=LIGHT["ink"], linewidth=1)
         for line, y in zip(lines, range(len(lines) - 1, -1, -1), strict=True):
             colour = line_style(line.place)["color"]
-            axes.plot(line.seeds, [y] * len(line.seeds), ".", color=colour, alpha=0.35, markersize=4)
+            # Below the bar, which would hide them; circles stay countable where seeds are close.
+            circles = {"color": colour, "markerfacecolor": "none", "markersize": 5, "markeredgewidth": 1}
+            axes.plot(line.seeds, [y - 0.2] * len(line.seeds), "o", **circles)
             if line.interval is not None:
                 axes.plot(line.interval, [y, y], color=colour, linewidth=2.2, solid_capstyle="butt")
             axes.plot([line.mean], [y], "o", color=colour, markersize=7)
@@ -94,7 +98,7 @@ def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Mea
                 bbox={"facecolor": LIGHT["card"], "linewidth": 0, "pad": 0.5},  # no line through the text
                 parse_math=False,  # a name may have dollar signs
             )
-        axes.set_ylim(-0.45, len(lines) - 0.3)
+        axes.set_ylim(-0.5, len(lines) - 0.3)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         format_values(axes.xaxis, measure == "success", "" if zero else " %", sign=zero)

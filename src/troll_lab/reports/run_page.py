@@ -22,6 +22,7 @@ from troll_lab.reports.charts import (
 from troll_lab.reports.curves import changes, curve_card
 from troll_lab.reports.page import Section, render
 from troll_lab.runs.recorded import (
+    ANSWERS,
     HELD_OUT,
     SHARE,
     TRUST,
@@ -33,7 +34,7 @@ from troll_lab.runs.recorded import (
     read_summary,
 )
 from troll_lab.runs.statistics import wilson_interval
-from troll_lab.runs.text import duration, percent
+from troll_lab.runs.text import duration, percent, problems
 
 _FACTS = {
     "status": "Status",
@@ -46,7 +47,6 @@ _FACTS = {
     "steps": "Optimiser steps",
     "rollouts": "Rollouts",
     "updates_per_rollout": "Updates per rollout",
-    "eval_size": "Held-out problems",
     "seed": "Seed",
     "machine": "Machine",
 }
@@ -55,8 +55,8 @@ _FACTS = {
 def write_report(run_folder: Path) -> Path:
     """Writes `report.html` of a run, finished or not, from the files of its folder.
 
-    It reads `config.yaml` (which the page shows unchanged), `summary.json` and `metrics.jsonl`. Each file and each key
-    may be missing. The same files give the same bytes, and an earlier report is replaced atomically.
+    It reads `config.yaml` (which the page shows unchanged), `summary.json`, `metrics.jsonl` and `answers.jsonl`. Each
+    file and each key may be missing. The same files give the same bytes, and an earlier report is replaced atomically.
 
     Args:
         run_folder: The folder that `troll train` wrote.
@@ -75,11 +75,15 @@ def write_report(run_folder: Path) -> Path:
         )
     summary = read_summary(run_folder)
     rows = read_metrics(metrics) if metrics.is_file() else []
+    answers = run_folder / ANSWERS
     page = render(
         "run.html",
         name=str(summary.get("recipe") or run_folder.resolve().name),
         status=summary.get("status"),
+        task=str(summary.get("task") or ""),
+        about=str(summary.get("task_about") or ""),
         **_headline(summary),
+        answers=_answers(read_metrics(answers)) if answers.is_file() else None,
         steps=sorted({row["step"] for row in rows}),
         sections=_sections(rows, summary) if rows else [],
         facts=_facts(summary),
@@ -98,7 +102,7 @@ def _headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     rollouts, seconds = number(summary.get("rollouts")), number(summary.get("training_seconds"))
     effort = [f"{rollouts:g} rollouts"] if rollouts is not None else []
     effort += [duration(seconds)] if seconds is not None else []
-    outcome = [f"in {', '.join(effort)}"] if effort else []
+    outcome = [f"in {', '.join(effort)} of training"] if effort else []
     if success["before"] is not None and success["after"] is not None:
         outcome.insert(0, f"{100 * (success['after'] - success['before']):+.1f} points".replace("-", "−"))
     size = eval_questions(summary)
@@ -107,23 +111,43 @@ def _headline(summary: Mapping[str, Any]) -> dict[str, Any]:
         "success": success,
         "rewards": [] if rewards == [None, None] else shown_rewards,
         "outcome": outcome,
-        "size": size,
+        "problems": "" if size is None else problems(int(number(summary.get("eval_size")) or size), size),
         "intervals": [] if size is None else [f"{when} {_interval(share, size)}" for when, share in ends],
     }
 
 
 def _interval(share: float, size: int) -> str:
+    """An interval that is not broken into lines."""
     low, high = wilson_interval(share, size)
-    return f"{100 * low:.1f}–{percent(high)}"
+    return f"{100 * low:.1f} to {percent(high)}".replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _answers(evaluations: Rows) -> pd.DataFrame | None:
+    """A problem a row, with its answers before and after training; None if the run has no two evaluations of it."""
+    if len(evaluations) < 2 or evaluations[0]["step"] != 0:
+        return None
+    before, after = ({one["question"]: one for one in evaluations[place]["answers"]} for place in (0, -1))
+    rows = [
+        {"problem": question, "before": _marked(before[question]), "after": _marked(after[question])}
+        for question in before
+        if question in after
+    ]
+    return pd.DataFrame(rows) if rows else None
+
+
+def _marked(answer: Mapping[str, Any]) -> str:
+    """An answer with a mark that says whether it is right, if somebody judged it."""
+    mark = {1.0: " ✓", 0.0: " ✗"}.get(answer["success"], "")
+    return answer["text"].strip() + mark
 
 
 def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
     facts = {label: str(summary[key]) for key, label in _FACTS.items() if summary.get(key) is not None}
     if (seconds := number(summary.get("training_seconds"))) is not None:
-        facts["Time in training steps"] = duration(seconds)
+        facts["Time in training"] = duration(seconds)
     versions = summary.get("versions")
     if isinstance(versions, dict) and versions:
-        facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        facts["Versions"] = ", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in versions.items())
     return facts
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
 MANIFEST = "compare.json"
 
+#: The file of a run with some answers of each evaluation, one evaluation a line.
+ANSWERS = "answers.jsonl"
+
 #: The measure of runs: the share of held-out problems solved, or the mean held-out reward if no run measured that.
 Measure = Literal["success", "reward"]
 
@@ -144,7 +147,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads `metrics.jsonl`: objects with an integer `step`.
+    """Reads `metrics.jsonl` or `answers.jsonl`: objects with an integer `step`.
 
     Raises:
         ValueError: If a line is not one. A last line that a crash cut short is left out instead.

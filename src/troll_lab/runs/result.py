@@ -20,7 +20,9 @@ from troll.trl.surrogates import SURROGATES, settings_read
 from troll_lab.runs.build import BuiltRun
 from troll_lab.runs.publishing import CARD_FILE, model_card, push
 from troll_lab.runs.recorded import HELD_OUT
+from troll_lab.runs.text import duration, problems
 from troll_lab.tasks import Task
+from troll_lab.tasks.registry import about
 from troll_lab.terminal import say
 from troll_lab.trl import LabTrainer
 from troll_lab.trl.checkpoints import newest_complete
@@ -83,6 +85,7 @@ class RunResult:
             "status": self._status,
             "recipe": recipe.name,
             "task": recipe.task.task,
+            "task_about": about(recipe.task.task),
             "model": recipe.model.model_name_or_path,
             "surrogate": training.surrogate,
             "surrogate_settings": settings_read(training),
@@ -175,11 +178,12 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
         gain = f"{100 * (after - before):+.1f} points"
-        of = f"{summary['eval_size']} problems, step {summary['success_after_step']}"
+        of = f"{problems(summary['eval_size'], summary['eval_questions'])}; step {summary['success_after_step']}"
         say(console, f"held-out success {before:.1%} -> {after:.1%} ({gain}, {of})")
     elif summary["reward_before"] is not None and summary["reward_after"] is not None:
         say(console, f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}")
-    say(console, f"time    {summary['seconds']:.0f} s to step {summary['steps']}")
+    # The report's time: of a resumed run, the seconds of this command would be only a part.
+    say(console, f"time    {duration(summary['training_seconds'])} in training, {summary['steps']} steps")
     say(console, f"model   {folder / 'model'}")
     try:
         from troll_lab.reports.run_page import write_report

@@ -19,6 +19,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
+def problems(size: int, different: int | None) -> str:
+    """A number of held-out problems in words, with the number of different ones where some are repeated."""
+    return f"{size} problems" if different in (None, size) else f"{size} problems, {different} different"
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     return "\n".join(map(_markdown_row, [head, ["---"] * len(head), *rows]))

@@ -31,7 +31,7 @@ from troll_lab.runs.toy_network import (
 from troll_lab.runs.toy_text_model import toy_text_model
 from troll_lab.tasks import free_text
 from troll_lab.tasks.reasoning_gym import PLAIN, SPLITS, Question, questions
-from troll_lab.tasks.registry import TaskConfig, TaskError
+from troll_lab.tasks.registry import TaskConfig, TaskError, is_file, registration_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,8 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
             raise TaskError(f"warm_up is for tasks with answers: the task {free_text.NAME!r} takes none")
         return toy_text_model(name, seed=seed, cache_dir=cache_dir)
     if prefix != "reasoning_gym" or not data_set:
+        if not is_file(task_config.task):
+            registration_of(task_config.task)  # a misspelt name should not be blamed on the model
         raise TaskError(
             f"the toy model learns '{free_text.NAME}' and 'reasoning_gym:<data set>' tasks, not "
             f"{task_config.task!r}: name another model with --model_name_or_path"

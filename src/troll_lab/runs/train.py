@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs.build import BuiltRun, build
 from troll_lab.runs.folders import LOCK
 from troll_lab.runs.interrupt import StopAfterRollout
-from troll_lab.runs.recorded import HELD_OUT, SUCCESS
+from troll_lab.runs.recorded import ANSWERS, HELD_OUT, SUCCESS, read_metrics
 from troll_lab.runs.result import RunResult
 from troll_lab.tasks import Task
 from troll_lab.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
 from troll_lab.trl import LabConfig, LabTrainer
-from troll_lab.trl.eval_metrics import judged_by
+from troll_lab.trl.eval_metrics import EvalMetrics, judged_by
 
 #: The figures of the logs in the progress line: label, key, format.
 SHOWN = (
@@ -61,8 +62,8 @@ def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
 def train(recipe: Recipe, console: Console) -> bool:
     """Trains, and leaves a run folder.
 
-    It holds `config.yaml`, `task.json`, `metrics.jsonl`, `summary.json`, `verdicts.json`, `README.md`, `report.html`,
-    the `model` and checkpoints. Every mistake in a recipe is found before the first step.
+    It holds `config.yaml`, `task.json`, `metrics.jsonl`, `answers.jsonl`, `summary.json`, `verdicts.json`, `README.md`,
+    `report.html`, the `model` and checkpoints. Every mistake in a recipe is found before the first step.
 
     Returns:
         Whether training reached its end. Ctrl-C ends it after the rollout, and a second one at once, which leaves the
@@ -90,7 +91,7 @@ def _train(run: BuiltRun, console: Console) -> bool:
             say(console, recipe.note)
 
     progress = ProgressLine(console)
-    trainer.add_callback(RunFiles(folder, run.trained_on))
+    trainer.add_callback(RunFiles(folder, run.trained_on, trainer.eval_metrics))
     trainer.add_callback(progress)
     if run.others:
         trainer.add_callback(OtherTasks(trainer, run.others))
@@ -133,24 +134,36 @@ def _method(training: LabConfig) -> str:
 class RunFiles(TrainerCallback):
     """Writes every log as a line of `metrics.jsonl` at once, and keeps the training task with every checkpoint.
 
-    A resumed run continues after its checkpoint's logs.
+    Some answers of every evaluation go to `answers.jsonl`, one evaluation a line. A resumed run continues both files
+    after its checkpoint.
     """
 
-    def __init__(self, folder: Path, task: TrainingTask) -> None:
+    def __init__(self, folder: Path, task: TrainingTask, eval_metrics: EvalMetrics) -> None:
         self.path, self.task = folder / "metrics.jsonl", task
+        self.answers, self.eval_metrics = folder / ANSWERS, eval_metrics
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts the file with the checkpoint's logs; for a new run, it is empty."""
+        """Starts the files with what the checkpoint had; for a new run, they are empty."""
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
+            resumed = state.global_step > 0 and self.answers.is_file()
+            kept = [row for row in read_metrics(self.answers) if row["step"] <= state.global_step] if resumed else []
+            write_atomically(self.answers, "".join(map(_line, kept)))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends the newest log."""
         if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
             with self.path.open("a") as file:
                 file.write(_line(state.log_history[-1]))
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Appends answers of an evaluation on the task that is trained on."""
+        if state.is_world_process_zero and "eval_loss" in kwargs["metrics"]:
+            row = {"step": state.global_step, "answers": [asdict(each) for each in self.eval_metrics.answers]}
+            with self.answers.open("a") as file:
+                file.write(_line(row))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes `task.json` into the checkpoint."""

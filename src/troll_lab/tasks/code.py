@@ -160,7 +160,7 @@ class _Running:
         return plain
 
 
-@register_task("humaneval", trains=False)
+@register_task("humaneval", trains=False, about="Python functions to complete, from their signature and description.")
 def humaneval(config: TaskConfig, argument: str = "") -> Task:
     """Loads HumanEval: functions to complete, from their signature and description.
 
@@ -188,7 +188,7 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
     )
 
 
-@register_task("mbpp")
+@register_task("mbpp", about="Short Python functions, each asked for in a sentence and by its tests.")
 def mbpp(config: TaskConfig, argument: str = "") -> Task:
     """Loads MBPP: short functions, each asked for in a sentence and by its tests, which are part of the prompt.
 
@@ -225,7 +225,7 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
     )
 
 
-@register_task("eurus_code")
+@register_task("eurus_code", about="Problems of programming competitions, most of them from input to output.")
 def eurus_code(config: TaskConfig, argument: str = "") -> Task:
     """Loads the programming half of Eurus-2-RL-Data: competition problems, most of them from input to output."""
 

@@ -31,7 +31,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[\"'(]?[A-Z])")
 _LEAST_WORDS = 12
 
 
-@register_task(NAME)
+@register_task(NAME, about="Beginnings of sentences, each to be continued as one sentence in a style.")
 def load(config: TaskConfig, argument: str = "") -> Task:
     """Loads the beginnings of sentences, each to be continued as one sentence in a style.
 

@@ -20,7 +20,7 @@ _FEATURES = Features({"images": List(Image()), "prompt": Value("string"), "answe
 _PLACEHOLDER = "<image>"
 
 
-@register_task("geometry3k")
+@register_task("geometry3k", about="Questions of plane geometry about a diagram.")
 def load(config: TaskConfig, argument: str = "") -> Task:
     r"""Loads Geometry3K: questions of plane geometry about a diagram, for vision-language models.
 

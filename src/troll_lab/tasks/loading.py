@@ -80,7 +80,7 @@ def load_task(config: TaskConfig, *, conversational: bool = False, for_training:
     if for_training and not len(task.train_dataset):
         if trains:
             raise TaskError(f"task {config.task!r} has no train rows left: check its data and train_size")
-        others = ", ".join(pattern for pattern, can_train in known_tasks().items() if can_train)
+        others = ", ".join(pattern for pattern, entry in known_tasks().items() if entry.trains)
         raise TaskError(f"task {config.task!r} is a benchmark, without rows to train on; train on one of {others}")
     if config.reward_model is not None:
         try:

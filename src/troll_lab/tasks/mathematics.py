@@ -42,6 +42,7 @@ _EURUS = (r"Present the answer in LaTex format: \boxed{Your answer}",)
 
 def mathematics(
     name: str,
+    about: str,
     source: Source,
     *,
     question: tuple[str, ...] = ("problem", "question"),
@@ -52,6 +53,7 @@ def mathematics(
 
     Args:
         name: The name that users type.
+        about: What it asks, in one sentence.
         source: Its data set on the hub.
         question: The columns of the question, in order of preference.
         answer: The columns of the answer, in order of preference.
@@ -62,7 +64,7 @@ def mathematics(
     def load(config: TaskConfig, argument: str) -> Task:
         return load_mathematics(config, source, columns=columns, **settings)
 
-    register_task(name, trains=source.train is not None)(load)
+    register_task(name, trains=source.train is not None, about=about)(load)
 
 
 def load_mathematics(
@@ -177,12 +179,48 @@ _EURUS_DATA = Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("a
 _IN_EURUS = ("reward_model.ground_truth",)
 _DAPO_DATA = Source("open-r1/DAPO-Math-17k-Processed", "all")
 
-mathematics("gsm8k", Source("openai/gsm8k", "main"), answer=("answer",), gold=after_hashes)
-mathematics("math", Source("nlile/hendrycks-MATH-benchmark"))
-mathematics("dapo_math", _DAPO_DATA, question=("prompt",), answer=(*_IN_EURUS, "solution"), instructions=_DAPO)
-mathematics("eurus_math", _EURUS_DATA, question=("prompt",), answer=_IN_EURUS, instructions=_EURUS)
-mathematics("math500", Source("HuggingFaceH4/MATH-500", train=None))
-mathematics("aime24", Source("HuggingFaceH4/aime_2024", train=None, held_out="train"))
-mathematics("amc23", Source("math-ai/amc23", train=None))
-mathematics("minerva_math", Source("math-ai/minervamath", train=None), positive_symbols=True)
-mathematics("omni_math", Source("KbsdJames/Omni-MATH", train=None), skip_unanswered=True)
+_COMPETITIONS = "Problems of mathematics competitions."
+
+mathematics(
+    "gsm8k",
+    "Word problems of primary school, whose answer is a number.",
+    Source("openai/gsm8k", "main"),
+    answer=("answer",),
+    gold=after_hashes,
+)
+mathematics("math", _COMPETITIONS, Source("nlile/hendrycks-MATH-benchmark"))
+mathematics(
+    "dapo_math",
+    "Problems of mathematics competitions, whose answer is a whole number.",
+    _DAPO_DATA,
+    question=("prompt",),
+    answer=(*_IN_EURUS, "solution"),
+    instructions=_DAPO,
+)
+mathematics(
+    "eurus_math",
+    "Problems of mathematics, from school to olympiads.",
+    _EURUS_DATA,
+    question=("prompt",),
+    answer=_IN_EURUS,
+    instructions=_EURUS,
+)
+mathematics("math500", _COMPETITIONS, Source("HuggingFaceH4/MATH-500", train=None))
+mathematics(
+    "aime24",
+    "Problems of AIME 2024, whose answer is a whole number.",
+    Source("HuggingFaceH4/aime_2024", train=None, held_out="train"),
+)
+mathematics("amc23", "Problems of AMC 2023, whose answer is a number.", Source("math-ai/amc23", train=None))
+mathematics(
+    "minerva_math",
+    "Problems of physics and other sciences at university.",
+    Source("math-ai/minervamath", train=None),
+    positive_symbols=True,
+)
+mathematics(
+    "omni_math",
+    "Problems of mathematics olympiads.",
+    Source("KbsdJames/Omni-MATH", train=None),
+    skip_unanswered=True,
+)

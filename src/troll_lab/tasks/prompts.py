@@ -5,7 +5,7 @@ from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.rows import Column, Source
 
 
-@register_task("prompts[:<hub data set>]")
+@register_task("prompts[:<hub data set>]", about="Prompts without answers, for a reward model.")
 def load(config: TaskConfig, hub_name: str) -> Task:
     """Loads prompts without answers, for the reward model in `config.reward_model`.
 

@@ -67,7 +67,7 @@ class Question:
         return self.answer_format.replace(PLAIN, self.answer)
 
 
-@register_task("reasoning_gym:<data set>")
+@register_task("reasoning_gym:<data set>", about="Questions that reasoning-gym generates and judges.")
 def load(config: TaskConfig, data_set: str) -> Task:
     """Loads a data set of reasoning-gym, with its own generator.
 

@@ -155,23 +155,25 @@ Loader = Callable[[TaskConfig, str], Task]
 
 @dataclass(frozen=True)
 class Registration:
-    """The name, the loader and the kind of a task, see `register_task`."""
+    """The name, the loader, the kind and the description of a task, see `register_task`."""
 
     pattern: str
     loader: Loader
     trains: bool
+    about: str
 
 
 _LOADERS: dict[str, Registration] = {}
 
 
-def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Loader]:
+def register_task(pattern: str, *, trains: bool = True, about: str = "") -> Callable[[Loader], Loader]:
     """Registers a loader of tasks; use it as a decorator.
 
     Args:
         pattern: The name that users type. `"gsm8k"` takes no argument; `"reasoning_gym:<data set>"` takes one, the text
             after the colon; `"prompts[:<hub data set>]"` takes an optional one.
         trains: Whether the task has rows to train on; a benchmark has none.
+        about: What the task asks, in one sentence, for the list of tasks and the report of a run.
 
     Returns:
         A decorator for a function `(config, argument) -> Task`. Its prompts are plain strings: for a chat model,
@@ -187,15 +189,15 @@ def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Lo
         raise ValueError(f"task {prefix!r} is registered already")
 
     def register(loader: Loader) -> Loader:
-        _LOADERS[prefix] = Registration(pattern, loader, trains)
+        _LOADERS[prefix] = Registration(pattern, loader, trains, about)
         return loader
 
     return register
 
 
-def known_tasks() -> dict[str, bool]:
-    """Returns the patterns of the registered names, and whether each has rows to train on."""
-    return {entry.pattern: entry.trains for entry in sorted(_LOADERS.values(), key=lambda entry: entry.pattern)}
+def known_tasks() -> dict[str, Registration]:
+    """Returns the registrations by the patterns of their names, in the order of the alphabet."""
+    return {entry.pattern: entry for entry in sorted(_LOADERS.values(), key=lambda entry: entry.pattern)}
 
 
 def registration_of(task: str) -> tuple[Registration, str]:
@@ -213,6 +215,12 @@ def registration_of(task: str) -> tuple[Registration, str]:
     if (argument and not takes) or (needs and not argument) or (colon and not argument):
         raise TaskError(f"task {task!r} is not of the form {pattern!r}")
     return _LOADERS[prefix], argument
+
+
+def about(task: str) -> str:
+    """What a task asks, in one sentence; empty if its registration does not say, or a file defines it."""
+    prefix = task.partition(":")[0]
+    return _LOADERS[prefix].about if prefix in _LOADERS else ""
 
 
 def is_file(task: str) -> bool:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -13,13 +14,31 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from troll.grading import Grader, Verdict
+from troll.grading import Grader, Verdict, completion_text
 from troll.trl.ungraded import UngradedFilter
 from troll_lab.evaluation.estimators import task_estimates
 from troll_lab.trl.seam import get_callable_name, start_table
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
+
+#: How many answers of an evaluation are kept for the report.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of an evaluation, for the report.
+
+    Attributes:
+        question: The prompt; of a conversation, its last message.
+        text: The completion; of a conversation, its last message.
+        success: The reward `success`; None if the answer could not be judged, or the task does not define success.
+    """
+
+    question: str
+    text: str
+    success: float | None
 
 
 class EvalMetrics:
@@ -42,6 +61,8 @@ class EvalMetrics:
         #: The reward `success` of each completion of the last evaluation; None if it could not be judged. Completions
         #: that only fill up the last batch are among them.
         self.successes: list[float | None] = []
+        #: Answers to the first problems; complete on the main process only.
+        self.answers: list[Answer] = []
 
     def observe(self, rewards: Tensor) -> None:
         """Adds the (N, F) rewards of a batch of all processes; call it right after this process computed its own."""
@@ -55,6 +76,22 @@ class EvalMetrics:
         for reward, (score, answer) in zip(given, found, strict=True):
             # Another grader may not have been able to judge it.
             self._verdicts.append(Verdict(None if reward is None else score, answer, ""))
+
+    def keep_answers(self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor) -> None:
+        """Keeps one answer to each of the first problems, of the main process's completions.
+
+        Args:
+            prompts: N texts or conversations.
+            completions: N texts or conversations.
+            rewards: At least (N, F), by F reward functions; the first rows are those of the main process.
+        """
+        for prompt, completion, row in zip(prompts, completions, rewards.tolist(), strict=False):
+            question = prompt if isinstance(prompt, str) else _text(prompt[-1]["content"])
+            if len(self.answers) == _SHOWN:
+                return
+            if question not in [each.question for each in self.answers]:
+                success = None if self._place is None or math.isnan(row[self._place]) else row[self._place]
+                self.answers.append(Answer(question, completion_text(completion), success))
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
         """The metrics of the observed completions, by name; empty if there is nothing to measure.
@@ -80,6 +117,11 @@ class EvalMetrics:
         if grader is not None:
             found["rewards/unscored"] = 1 - len(scored) / len(counted)
         return found
+
+
+def _text(content: Any) -> str:
+    """The text of a message, which may have images among its parts."""
+    return content if isinstance(content, str) else " ".join(part.get("text") or "" for part in content or ()).strip()
 
 
 @contextmanager

@@ -94,6 +94,7 @@ class LabTrainer(TrollTrainer):
             self.judged = Judged(inputs, completions, last)
         else:
             self.eval_metrics.observe(rewards)
+            self.eval_metrics.keep_answers(prompts, completions, rewards)
         return rewards
 
     def _advantages(self, rolled_out: dict[str, Any]) -> dict[str, Any]:

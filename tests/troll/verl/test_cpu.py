@@ -1,6 +1,7 @@
 """What lets verl run on a CPU (examples/verl/cpu): its platform, its engines there, the rollout and the task."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from pyarrow.parquet import read_table
 from torch import Tensor
-from toy_data import quickstart_task, write_questions
+from toy_data import demo_task, quickstart_task, write_questions
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_id, get_device_name
@@ -26,6 +27,7 @@ from tests.troll.verl.actor import model_folder
 from tests.troll.verl.reference import load
 from troll.verl.records import from_records
 from troll_lab.tasks.reasoning_gym import questions
+from troll_lab.tasks.registry import TaskConfig
 
 RESPONSE_LENGTH = 6
 PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 20, 6], [5, 9, 3], [30, 31]]
@@ -141,14 +143,17 @@ def test_images_and_an_adapter_alone_are_refused(model: PreTrainedModel) -> None
         asyncio.run(rollout.update_weights(iter([]), peft_config={"r": 8}))
 
 
-def test_rows_have_verls_columns_and_are_graded_by_the_tasks_own_verifier(tmp_path: Path) -> None:
-    task = quickstart_task()
+@pytest.mark.parametrize("make", [quickstart_task, demo_task])
+def test_rows_have_verls_columns_and_right_answers_score(tmp_path: Path, make: Callable[[], TaskConfig]) -> None:
+    task = make()
     data_set = task.task.partition(":")[2]
     asked = questions(data_set, task.options, split="eval", size=3)
     write_questions(tmp_path / "rows.parquet", task, asked)
     for question, row in zip(asked, read_table(tmp_path / "rows.parquet").to_pylist(), strict=True):
         assert list(row["prompt"]) == [{"role": "user", "content": question.prompt}]
         truth = row["reward_model"]["ground_truth"]
-        for answer, success in ((truth, 1.0), (f" {truth}\n", 1.0), (f"{truth}0", 0.0), ("", 0.0)):
+        assert truth == task.options.get("answer_format", "{answer}").format(answer=question.answer)
+        wrong = [f"{truth}0", "", *([question.answer] if truth != question.answer else [])]
+        for answer, success in ((truth, 1.0), (f" {truth}\n", 1.0), *((text, 0.0) for text in wrong)):
             graded = compute_score(row["data_source"], answer, truth, row["extra_info"])
             assert graded == {"score": success, "acc": success}

@@ -3,17 +3,23 @@
 import re
 from pathlib import Path
 
-from demo_page import HELD_OUT, PLOTS, STEP_SECONDS, median_seconds, metric, page
+from demo_page import HELD_OUT, KL, PLOTS, STEP_SECONDS, median_seconds, metric, page, results
 
 from tests.pages import Page, check_page
 
 CLIP = {
     0: {HELD_OUT: 0.25},
-    1: {"critic/score/mean": 0.3, "actor/entropy": 1.5, STEP_SECONDS: 4.0},
-    2: {"critic/score/mean": 0.4, "actor/entropy": 1.4, STEP_SECONDS: 3.0, HELD_OUT: 0.5},
+    1: {"critic/score/mean": 0.3, "actor/entropy": 1.5, STEP_SECONDS: 4.0, KL: 0.01, "actor/pg_clipfrac": 0.1},
+    2: {"critic/score/mean": 0.4, "actor/entropy": 1.4, STEP_SECONDS: 3.0, KL: 0.03, HELD_OUT: 0.5},
     3: {"critic/score/mean": 0.5, "actor/entropy": 1.2, STEP_SECONDS: 9.0},
 }
-TROLL = {step: {**values, "actor/trust_region/kl_before_mean": 0.01 * step} for step, values in CLIP.items()}
+PROJECTED = "actor/trust_region/projected_fraction"
+TROLL = {
+    0: CLIP[0],
+    1: {"critic/score/mean": 0.3, "actor/entropy": 1.5, STEP_SECONDS: 4.0, PROJECTED: 0.25},
+    2: {"critic/score/mean": 0.4, STEP_SECONDS: 3.0, PROJECTED: 0.5},
+}
+LIMITS = {"clip": "ratio 0.8 to 1.2", "troll": "KL up to ε = 0.05", "<script>": "none"}
 
 
 def texts(page: str, tag: str) -> list[str]:
@@ -21,25 +27,30 @@ def texts(page: str, tag: str) -> list[str]:
 
 
 def test_the_page_says_what_each_method_came_to() -> None:
-    made = page({"clip": CLIP, "troll": {**TROLL, 4: {HELD_OUT: 0.75}}})
+    made = page({"clip": CLIP, "troll": {**TROLL, 4: {HELD_OUT: 0.75}}}, LIMITS)
     assert texts(made, "b") == ["50.0 %", "75.0 %"]
-    assert texts(made, "td") == ["25.0 %", "50.0 %", "4.0 s", "3", "25.0 %", "75.0 %", "4.0 s", "4"]
+    assert "from 25.0 %; one run each, no comparison" in made.replace("\N{NO-BREAK SPACE}", " ")
+    assert texts(made, "td") == [
+        *("ratio 0.8 to 1.2", "25.0 %", "50.0 %", "10.0 %", "0.0200", "3", "4.0 s"),
+        *("KL up to ε = 0.05", "25.0 %", "75.0 %", "37.5 %", "–", "4", "3.5 s"),
+    ]
     assert texts(made, "h3") == [title for title, *_ in PLOTS]
     assert made.count("<svg") == len(PLOTS)
     # A line for each method that has the metric.
-    assert [made.count(f">{name}</li>") for name in ("clip", "troll")] == [3, 4]
+    assert [made.count(f">{name}</li>") for name in ("clip", "troll")] == [5, 4]
 
 
 def test_names_of_methods_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(page({"<script>": TROLL}))
+    path.write_text(page({"<script>": CLIP}, LIMITS))
     read = Page(path)
     check_page(read)
     assert "script" not in read.tags and read.text.count("<script>") == 2 + len(PLOTS), "headline, table and legends"
 
 
 def test_a_metric_that_nobody_logged_leaves_a_sentence() -> None:
-    assert "Nothing was logged." in page({"clip": CLIP})
+    assert "Nothing was logged." in page({"troll": TROLL}, LIMITS)
+    assert results({"troll": TROLL}, LIMITS)["KL, nats"].tolist() == ["–"]
 
 
 def test_metrics_are_read_in_the_order_of_steps() -> None:

@@ -51,11 +51,22 @@ def test_a_task_without_a_verdict_has_a_row_without_numbers(settings: Callable[.
 
 def test_progress_counts_only_judged_completions() -> None:
     console = Console(record=True, file=io.StringIO(), width=80)
-    progress = CompletionProgress(console, "task", 10, [{"score": None}])
+    progress = CompletionProgress(console, "task", 5, [{"score": None}])
     progress.advance([{"score": None}])
     progress.advance([{"score": 1.0}, {"score": None}, {"score": 0.0}])
     progress.stop()
-    assert console.export_text().splitlines() == ["task  2/10  ", "task  5/10  success 50.0%"]
+    assert console.export_text().splitlines() == ["task  2/5", "task  5/5  success 50.0%"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_no_success_before_the_end(terminal: bool) -> None:
+    console = Console(record=True, file=io.StringIO(), width=100, force_terminal=terminal)
+    progress = CompletionProgress(console, "task", 20, [{"score": 0.0}] * 4)
+    progress.advance([{"score": 0.0}] * 15)
+    assert "success" not in console.export_text()
+    progress.advance([{"score": 1.0}])
+    progress.stop()
+    assert "success 5.0%" in console.export_text()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -75,13 +86,13 @@ def test_progress_without_a_terminal_is_a_line_a_tenth() -> None:
     progress.stop()
     lines = console.export_text().splitlines()
     assert len(lines) == 9
-    assert lines[0] == "[task]  8/40  success 50.0%"
+    assert lines[0] == "[task]  8/40"
     assert lines[-1] == "[task]  40/40  success 50.0%"
 
 
 def test_progress_on_a_terminal_is_a_bar() -> None:
     console = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
-    progress = CompletionProgress(console, "task", 2, [])
+    progress = CompletionProgress(console, "task", 1, [])
     progress.advance([{"score": 1.0}])
     progress.stop()
-    assert re.search(r"1/2 .*success 100.0%", console.export_text())
+    assert re.search(r"1/1 .*success 100.0%", console.export_text())

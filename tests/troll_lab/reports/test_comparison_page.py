@@ -81,7 +81,14 @@ def test_the_files_of_a_comparison(written: Path) -> None:
 def test_the_page_is_self_contained_and_says_everything(written: Path) -> None:
     page = Page(written)
     check_page(page)
-    for text in ("6 runs, 2 seeds", "65.0 ± 7.1 (2)", "−3.0 [", "d is left out: it is interrupted", "0.250", "100 s"):
+    for text in (
+        "6 runs, 2 seeds",
+        "65.0 ± 7.1 (2)",
+        "−3.0 [",
+        "d is left out: it is interrupted",
+        "0.250",
+        "80 s of training each",
+    ):
         assert text in page.text
     assert page.tags.count("svg") == 4 * 2 + 2 * 2, "success, reward, entropy, KL, outcome and lead, of two bounds"
     assert "Projected fraction" not in page.text, "no run logged it"
@@ -92,6 +99,42 @@ def test_the_page_is_self_contained_and_says_everything(written: Path) -> None:
     # Intervals of shares.
     assert "68.0 ± 14.1 (2)0.0 to 100.0" in page.text
     assert "100 %" in outcome and "150 %" not in outcome
+
+
+@pytest.mark.parametrize(
+    ("clip", "headline"),
+    [
+        ([0.5, 0.5, 0.51], "troll is ahead of clip by 29.7 points [28.2, 31.1]"),
+        ([0.9, 0.91, 0.9], "clip is ahead of troll by 10.3 points [8.9, 11.8]"),
+        ([0.7, 0.81, 0.9], "No clear difference troll − clip −0.3 [−25.2, +24.5] points"),
+        ([0.8, 0.8, 0.8], "No clear difference troll − clip 0.0 points"),
+        ([0.5], "No verdict from a single seed"),
+    ],
+)
+def test_the_headline_is_the_result(tmp_path: Path, clip: list[float], headline: str) -> None:
+    runs = [write_run(tmp_path / f"troll-{seed}", "troll", seed, 0.8) for seed in range(len(clip))]
+    runs += [write_run(tmp_path / f"clip-{seed}", "clip", seed, success) for seed, success in enumerate(clip)]
+    assert f"quickstart {headline} " in Page(write_comparison(runs, tmp_path)).text
+
+
+def test_a_headline_of_several_differences_names_the_clear_ones(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{name}-{seed}", name, seed, success + seed / 100)
+        for name, success in (("troll", 0.8), ("clip", 0.5), ("none", 0.8))
+        for seed in (0, 1, 2)
+    ]
+    changed = write_run(tmp_path / "clip-3", "clip", 3, 0.55)
+    runs += [changed, write_run(tmp_path / "troll-3", "troll", 3, 0.86), write_run(tmp_path / "none-3", "none", 3, 0.8)]
+    text = Page(write_comparison(runs, tmp_path)).text
+    assert "quickstart troll is ahead of clip by 30.2 points [29.5, 31.0]" in text
+    assert "No clear difference: troll − none" in text
+
+
+def test_single_seeds_are_circles_next_to_the_bar(written: Path) -> None:
+    marks = re.findall(r'y="(\S+)" style="(fill[^;]*); stroke: var\(--first\)"', str(Page(written).card("outcome-1")))
+    assert [style for _, style in marks] == ["fill-opacity: 0", "fill-opacity: 0", "fill: var(--first)"], "two seeds"
+    (seeds, *_), (mean, _) = marks[0], marks[-1]
+    assert float(seeds) > float(mean) + 5, "below the bar, in points"
 
 
 def test_bands_reach_from_the_smallest_to_the_largest_seed(written: Path) -> None:

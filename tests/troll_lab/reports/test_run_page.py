@@ -3,6 +3,8 @@ import math
 import random
 import re
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,7 @@ def summary_of(count, **changes):
         "status": "finished",
         "recipe": "quickstart",
         "task": "chain_sum",
+        "task_about": "Sums of digits.",
         "model": "toy",
         "kl_bound": KL_BOUND,
         "steps": 8 * count,
@@ -104,9 +107,12 @@ def test_headline(page):
     assert "Held-out success 41.2 % → 83.0 %" in page.text
     assert "+41.8 points, in 20 rollouts, 132 s" in page.text
     low, high = wilson_interval(0.412, 512)
-    assert f"before {100 * low:.1f}–{100 * high:.1f}\N{NO-BREAK SPACE}%" in page.source
+    assert f"before {100 * low:.1f} to {100 * high:.1f} %" in page.text
     low, high = wilson_interval(0.830, 512)
-    assert f"after {100 * low:.1f}–{100 * high:.1f}\N{NO-BREAK SPACE}%" in page.source
+    assert f"after {100 * low:.1f} to {100 * high:.1f} %" in page.text
+    assert page.text.count("512 problems") == 1 and "Held-out problems" not in page.text, "one count"
+    assert page.text.count("132 s") == 2 and "132 s of training" in page.text, "one time"
+    assert "chain_sum: Sums of digits. Held-out success" in page.text
 
 
 @pytest.mark.parametrize(("slug", "title"), CARDS.items())
@@ -208,6 +214,36 @@ def test_one_missing_line_of_a_curve_is_named(tmp_path):
     assert "Not logged: held out." in page.card("reward")
 
 
+EVALUATIONS = [
+    {
+        "step": step,
+        "answers": [
+            {"question": "1 + 1 =", "text": f"  {text}", "success": success},
+            {"question": "What?\nWhy?", "text": "<b>", "success": None},
+            {"question": f"only at {step}", "text": "", "success": 0.0},
+        ],
+    }
+    for step, text, success in ((0, "3", 0.0), (8, "4", 0.0), (16, "2", 1.0))
+]
+
+
+def write_answers(folder: Path, evaluations: list[dict[str, Any]]) -> str:
+    write_run(folder, metrics_of(1), summary_of(1))
+    (folder / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in evaluations))
+    return Page(write_report(folder)).text
+
+
+def test_answers_before_and_after_are_at_the_top(tmp_path: Path) -> None:
+    text = write_answers(tmp_path / "run", EVALUATIONS)
+    assert "Answers to held-out problems problembeforeafter 1 + 1 =3 ✗2 ✓ What? Why?<b><b> Sampled" in text
+    assert text.index("1 + 1 =") < text.index("Learning")
+
+
+@pytest.mark.parametrize("evaluations", [[], EVALUATIONS[:1], EVALUATIONS[1:]])
+def test_answers_of_one_time_only_are_not_shown(tmp_path: Path, evaluations: list[dict[str, Any]]) -> None:
+    assert "Answers to held-out" not in write_answers(tmp_path / "run", evaluations)
+
+
 @pytest.mark.parametrize("key", list(summary_of(1)))
 @pytest.mark.parametrize("value", [None, "?", [], -1])
 def test_any_summary_field_may_be_missing_or_odd(tmp_path, key, value):
@@ -280,7 +316,7 @@ def test_what_comes_from_the_run_is_escaped(tmp_path):
     summary = summary_of(1, **fields, versions={attack: attack})
     page = Page(write_report(write_run(tmp_path / "run", metrics_of(1), summary, config=f"note: {attack}\n")))
     assert "script" not in page.tags
-    assert page.text.count(attack) == 10, "title, heading, five facts, two versions, configuration"
+    assert page.text.count(attack) == 11, "title, heading, task, five facts, two versions, configuration"
 
 
 def test_folder_without_a_run(tmp_path):

@@ -36,6 +36,7 @@ from troll_lab.runs.text import percent
 from troll_lab.runs.train import ProgressLine, RunFiles, train
 from troll_lab.tasks import TaskError, load_task
 from troll_lab.trl.checkpoints import check_complete
+from troll_lab.trl.eval_metrics import EvalMetrics
 
 
 @pytest.fixture
@@ -88,6 +89,14 @@ def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> N
     prompts = load_task(recipes.load("quickstart", overrides).task).eval_dataset["prompt"]
     assert [prompts[number] for number in verdicts["question"]] == prompts
     assert len(set(verdicts["question"])) == len(set(prompts))
+
+    evaluations = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in evaluations] == [0, 2, 4]
+    first, *_, last = ([answer["question"] for answer in each["answers"]] for each in evaluations)
+    assert first == last and len(set(first)) == len(first) == min(5, len(set(prompts))) and set(first) <= set(prompts)
+    assert {answer["success"] for each in evaluations for answer in each["answers"]} <= {0.0, 1.0}
+    assert f"time    {summary['training_seconds']:.0f} s in training, 4 steps" in printed
+    assert f" {summary['eval_size']} problems" in printed
 
     AutoTokenizer.from_pretrained(folder / "model")
     assert weights(folder)
@@ -471,7 +480,7 @@ def state_with(logs: list[Any], step: int) -> TrainerState:
 def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # an interrupted run went past its checkpoint
-    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}))
+    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}), EvalMetrics([], []))
     arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
     logs: list[Any] = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
     callback.on_train_begin(arguments, state_with(logs, 2), control)
@@ -479,6 +488,22 @@ def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> No
     callback.on_log(arguments, state_with(logs, 3), control)
     callback.on_log(arguments, state_with([*logs, {"step": 3, "train_runtime": 1.0}], 3), control)
     assert [json.loads(line) for line in path.read_text().splitlines()] == logs
+
+
+def test_answers_file_keeps_the_evaluations_before_the_checkpoint(tmp_path: Path) -> None:
+    path, held_out = tmp_path / "answers.jsonl", EvalMetrics([], [])
+    path.write_text('{"step": 0, "answers": []}\n{"step": 2, "answers": []}\n{"step": 4, "answers": []}\n{"st')
+    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}), held_out)
+    arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
+    callback.on_train_begin(arguments, state_with([], 2), control)
+    held_out.keep_answers(["1 + 1 ="], ["2"], torch.ones(1, 0))
+    callback.on_evaluate(arguments, state_with([], 3), control, metrics={"eval_amc23_loss": 0.0})
+    callback.on_evaluate(arguments, state_with([], 3), control, metrics={"eval_loss": 0.0})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    assert rows[-1]["answers"] == [{"question": "1 + 1 =", "text": "2", "success": None}]
+    callback.on_train_begin(arguments, state_with([], 0), control)
+    assert path.read_text() == "", "a new run starts without those of another"
 
 
 def test_progress_prints_what_is_new_in_a_log_where_there_is_no_terminal(tmp_path: Path) -> None:

@@ -50,6 +50,21 @@ def test_evaluation_order_names_the_rows_of_completions_as_they_are_evaluated(ma
     assert order != sorted(order)
 
 
+def test_answers_are_kept_of_the_first_different_problems() -> None:
+    held_out = EvalMetrics([tiny.reward, LastLetter()], ["reward", "success"])
+    told = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "ask"}]}]
+    prompts = ["a", "a", told, "c", "d", "e", "f"]
+    said: list[Any] = [*"stuvwx", "y"]
+    said[2] = [{"role": "assistant", "content": "said"}]
+    rewards = torch.tensor([[9.0, 1.0]] * 3 + [[9.0, torch.nan]] + [[9.0, 0.0]] * 10)  # those of other processes follow
+    held_out.keep_answers(prompts[:3], said[:3], rewards)
+    held_out.keep_answers(prompts[3:], said[3:], rewards[3:])
+    shown = [(each.question, each.text, each.success) for each in held_out.answers]
+    assert shown == [("a", "s", 1.0), ("ask", "said", 1.0), ("c", "v", None), ("d", "w", 0.0), ("e", "x", 0.0)]
+    held_out.start()
+    assert held_out.answers == []
+
+
 def test_problems_are_the_groups_of_completions():
     held_out = observed(LastLetter(), [["a", "z", "a", "z"], ["z", "z", "z", "b"]])
     metrics = held_out.metrics(4, 2)

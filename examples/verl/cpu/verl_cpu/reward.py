@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from typing import Any
-
-from reasoning_gym.factory import create_dataset
-
-from troll_lab.tasks.reasoning_gym import Question, is_correct
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **kwargs: Any
 ) -> dict[str, Any]:
-    """Returns `score` and `acc`: 1 where the answer is right, else 0.
+    """Returns `score` and `acc`: 1 where the completion is the right answer, else 0.
 
     Args:
-        data_source: The task, `reasoning_gym:<data set>`.
+        data_source: Unused; part of the signature.
         solution_str: The completion.
-        ground_truth: Unused; part of the signature.
-        extra_info: Its `entry` is what the data set generated, as JSON.
+        ground_truth: The right answer, as the task wants it written.
+        extra_info: Unused; part of the signature.
         **kwargs: Unused; what else verl may pass.
     """
-    verifier = _verifier(data_source.partition(":")[2])
-    success = float(is_correct(verifier, solution_str.strip(), Question("", json.loads(extra_info["entry"]))))
+    success = float(solution_str.strip() == ground_truth)
     return {"score": success, "acc": success}
-
-
-@cache
-def _verifier(data_set: str) -> Any:
-    return create_dataset(data_set, size=1)
