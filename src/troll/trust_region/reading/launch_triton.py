@@ -19,7 +19,7 @@ VARIABLE = "TROLL_AUTOTUNE"
 #: is on its way, and few warps, so that a reduction does not wait for many.
 TABLE = {
     "_read_kernel": {2: (2048, 4), 4: (1024, 4)},
-    "_block_maxima_kernel": {2: (2048, 4), 4: (1024, 4)},
+    "_block_sums_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_gradient_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_products_kernel": {2: (256, 4), 4: (128, 4)},
 }
