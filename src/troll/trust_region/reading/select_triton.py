@@ -37,7 +37,7 @@ _NO_BLOCK, _NOWHERE = tl.constexpr(2**24), tl.constexpr(2**31 - 1)
 def select(
     memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int, logits: Tensor, outside: TailSums
 ) -> Tensor:
-    """Computes `Tile.select` for the tile in this memory with three kernel launches; NaN is selected last.
+    """Computes `Tile.select` for the tile in this memory with three launches, or two; NaN is selected last.
 
     Raises:
         ValueError: If the tile is wider than `LARGEST_WIDTH`.
@@ -148,7 +148,7 @@ def _select_kernel(
     first,
     maxima,  # (n, blocks)
     blocks,
-    chosen,  # (n, k + 1): the numbers of the blocks, ascending, and that of the sampled token's block
+    chosen,  # (n, k + 1): the numbers of the blocks, ascending; last that of the sampled token's, if it is another
     selected,  # (n, k): of the candidates in the chosen blocks
     sampled,  # (n,)
     ids,  # (n, k + 1), like the next parameter
