@@ -34,8 +34,10 @@ WIDTH = 8
 TOP_K = 64
 
 #: The limits with Triton: launches of a capture with one row tile, and of a step after the reading, with its backward
-#: pass; sorted numbers of a row; waits; bytes a logit of a step from bf16 logits, forward or backward.
+#: pass; sorted numbers of a row; waits; bytes a logit of a step from bf16 logits, forward or backward; and those of a
+#: capture from bf16 logits, which an LM head has to write first.
 MOST_LAUNCHES, MOST_SORTED, MOST_WAITS, MOST_BYTES = 12, 4096, 0, 4.0
+MOST_CAPTURE_BYTES, WRITTEN = 2.4, 2.0
 
 CAPTURE, FORWARD, BACKWARD = "capture", "reading, forward", "reading, backward"
 STEP = "step after the reading, forward and backward"
@@ -151,6 +153,8 @@ def bars_of(path: str, name: str) -> dict[str, float]:
         bars["launches"] = MOST_LAUNCHES
     if name == CAPTURE:
         bars["longest sort"] = MOST_SORTED
+        if "bf16" in path:
+            bars["bytes a logit"] = MOST_CAPTURE_BYTES + (WRITTEN if path in HEADS else 0)
     if path.startswith("logits bf16") and name != CAPTURE:
         bars["bytes a logit"] = MOST_BYTES
     return bars

@@ -36,8 +36,8 @@ class Moved:
 TORCH, TRITON, FUSED = "logits, torch", "logits, Triton", "fused head, Triton"
 MOVED = {
     TORCH: Moved(39.4, 98.0, 576_697, 27_428),
-    TRITON: Moved(4.1, 6.0, 13_984, 11_004),
-    FUSED: Moved(6.1, 14.0, 16_260, 13_129),
+    TRITON: Moved(2.3, 6.0, 20_380, 11_004),
+    FUSED: Moved(4.3, 14.0, 22_942, 13_129),
 }
 #: The bytes that verl's log-probabilities move, and need not move where TROLL has read them. They are counted for
 #: verl's fused kernels in torch, with the entropy that these always compute, and without flash-attn. For the others,

@@ -45,6 +45,18 @@ def use_triton(tensor: Tensor, outcomes: int, max_outcomes: int = MAX_OUTCOMES) 
     return tensor.device.type in ("cuda", "xpu") and _triton_is_installed()
 
 
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable is not 0; unset, it is 1.
+
+    Raises:
+        ValueError: If it is neither 0 nor 1.
+    """
+    value = os.environ.get(variable, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a device current: Triton launches there, which need not be where the tensors of a sharded model are."""
     return nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)

@@ -79,6 +79,10 @@ def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
     def tile_of(memory: Memory, transform: Transform) -> TritonTile:
         return TritonTile(memory, transform, 0, slice(0, 2), slice(0, memory.width))
 
+    def select(tile: TritonTile, k: int, entropy: bool) -> None:
+        logits = torch.zeros(2, k + 1)
+        tile.select(torch.zeros(2, dtype=torch.int64), k, logits, TailSums.empty(logits, entropy))
+
     name = str(dtype).removeprefix("torch.")
     row = torch.zeros(2)
     # Qwen's vocabulary in rows that lie apart, a head's tile, and an odd one with a softcap.
@@ -95,15 +99,13 @@ def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
         variant = f"{name}, W {width}, K {slots}" + (", rows apart" if apart else "")
         for entropy in (False, True):
             tile.read(support, logits, TailSums.empty(logits, entropy))
+            select(tile, slots, entropy)
             entropies = (row, row) if entropy else (None, None)
             tile.gradient(support, Upstream(row, row, logits, *entropies))
             yield variant + (", entropy" if entropy else "")
-        tile.select(torch.zeros(2, dtype=torch.int64), slots)
-        yield variant
-    tile_of(Memory(torch.zeros(2, 4000, dtype=dtype), 4000), Transform()).select(support.ids[:, 0], 64)
-    yield f"{name}, W 4000, K 64"
-    tile_of(Memory(torch.zeros(2, 2**20, dtype=dtype), 2**20), Transform()).select(support.ids[:, 0], 256)
-    yield f"{name}, W 1048576, K 256"
+    for width, slots in ((4000, 64), (2**20, 256)):
+        select(tile_of(Memory(torch.zeros(2, width, dtype=dtype), width), Transform()), slots, entropy=False)
+        yield f"{name}, W {width}, K {slots}"
     TritonTile.clear(torch.zeros(2, 32768, dtype=dtype), torch.zeros(2, dtype=torch.bool))
     yield f"{name}, W 32768"
     hidden, weight, ids = torch.zeros(2, 4096, dtype=dtype), torch.zeros(8, 4096, dtype=dtype), support.ids

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import troll
 from troll.trust_region import kernels
+from troll.trust_region.reading import head
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,18 @@ def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
     monkeypatch.setattr(kernels, "_triton_is_installed", lambda: False)
     with pytest.raises(ImportError, match="pip install"):
         kernels.use_triton(torch.empty(1), 65)
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, True), ("1", True), ("0", False)])
+def test_switched_on_unless_0(monkeypatch, value, on):
+    monkeypatch.delenv(head.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(head.VARIABLE, value)
+    assert kernels.switched_on(head.VARIABLE) is on
+
+
+def test_a_switch_of_another_value_is_refused_where_it_is_read(monkeypatch):
+    monkeypatch.setenv(head.VARIABLE, "no")
+    weight = torch.ones(3, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="TROLL_KEEP_TILES must be 0 or 1, got 'no'"):
+        troll.log_probs_at(troll.LMHead(torch.ones(1, 2), weight), torch.zeros(1, 1, dtype=torch.int64))

@@ -146,9 +146,8 @@ def _top(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool) -> tu
         logits = sampled.new_full((len(sampled), k + 1), -torch.inf, dtype=float_dtype(reading.dtype))
         outside, selected = TailSums.empty(logits, entropy), []
         for tile in reading.tiles(whole_rows=True):
-            support = tile.select(sampled[tile.rows], k)
-            tile.read(support, logits[tile.rows], rows_of(outside, tile.rows))
-            selected.append(support.ids)
+            sums = rows_of(outside, tile.rows)
+            selected.append(tile.select(sampled[tile.rows], k, logits[tile.rows], sums))
         ids = selected[0] if len(selected) == 1 else torch.cat(selected)
         exact, log_rest = reading.exact(ids), outside.log_sum
         precise = logits if exact is None else exact

@@ -1,7 +1,7 @@
 """The logits of an LM head, without the (tokens x vocabulary) tensor of all logits.
 
 A tile is the product of some tokens' hidden states with some rows of the weight. The forward pass computes each tile
-and reduces it to numbers per token. The backward pass computes it again, unless it could be kept.
+and reduces it to numbers per token. The backward pass computes it again, unless it was kept: see `KEPT`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_shape, shape_text
-from ..kernels import MAX_OUTCOMES
+from ..kernels import MAX_OUTCOMES, switched_on
 from ..policy.top import BLOCK
 from ..probabilities import as_float, float_dtype
 from .source import LogitsSource, Reading, slices
@@ -37,6 +37,9 @@ WHOLE_ROWS = {"cpu": 2**25, "gpu": 2**27}
 #: much as a sum of its gradient in float32, which only more than `TOKEN_TILE` tokens need. For a weight in float32 they
 #: come on top of the gradient. They live as long as autograd's graph, and hooks for saved tensors do not see them.
 KEPT = 4
+
+#: The environment variable with which 0 keeps no tiles: less memory, and every tile is computed twice.
+VARIABLE = "TROLL_KEEP_TILES"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,7 @@ class _HeadReading(Reading):
     def keep(self, needed: Sequence[bool]) -> None:
         """See the parent."""
         # Torch's operations overwrite a tile.
-        if needed[1] and not self.tile.copies and self.tokens <= TOKEN_TILE:
+        if switched_on(VARIABLE) and needed[1] and not self.tile.copies and self.tokens <= TOKEN_TILE:
             self._room = KEPT * self._head.weight.numel()
 
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:

@@ -11,6 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..kernels import switched_on
+
 #: The environment variable for tuning. 0 keeps to the table; otherwise the first large launch on a GPU, for each width
 #: and dtype, tries the table's neighbours too.
 VARIABLE = "TROLL_AUTOTUNE"
@@ -19,7 +21,7 @@ VARIABLE = "TROLL_AUTOTUNE"
 #: is on its way, and few warps, so that a reduction does not wait for many.
 TABLE = {
     "_read_kernel": {2: (2048, 4), 4: (1024, 4)},
-    "_block_maxima_kernel": {2: (2048, 4), 4: (1024, 4)},
+    "_block_sums_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_gradient_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_products_kernel": {2: (256, 4), 4: (128, 4)},
 }
@@ -75,10 +77,7 @@ def candidates(name: str, bytes_each: int) -> list[tuple[int, int]]:
 
 
 def _tunes(device_type: str) -> bool:
-    wanted = os.environ.get(VARIABLE, "1")
-    if wanted not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} must be 0 or 1, got {wanted!r}")
-    return wanted == "1" and device_type == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1"
+    return switched_on(VARIABLE) and device_type == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1"
 
 
 @functools.cache

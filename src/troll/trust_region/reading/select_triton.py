@@ -1,6 +1,10 @@
-"""The K largest logits of a row without sorting: the K blocks with the largest maxima, and the largest in these.
+"""The K largest logits of a row, and the sums over all others, from one pass over the tile and no sort.
 
-Both times the threshold is found digit by digit on integers that order like the numbers: a count takes one pass over
+The pass gives each block's maximum and sums. The K blocks with the largest maxima contain the K largest logits, so only
+these are read again: to select the logits, and to add up those that are not selected. What is selected is in no sum, so
+that the tail is never a difference.
+
+Both selections find their threshold digit by digit on integers that order like the numbers: a count takes one pass over
 registers, and a sort of the same numbers dozens.
 """
 
@@ -16,22 +20,24 @@ from torch import Tensor
 from ..kernels import VARIABLE, launching_on
 from ..policy.top import BLOCK
 from ..probabilities_triton import sortable
-from . import tiles
 from .launch_triton import grid_of, launcher, select_warps
 from .memory_triton import Memory, logits_of, row_of
-from .tiles import Support, Transform
-
-_NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
+from .tiles import TailSums, Transform
 
 #: The widest tile: a program holds its blocks' maxima in registers, and counts them in 15 bits.
 LARGEST_WIDTH = 2**20
 
-#: A block number beyond all blocks of a tile.
-_NO_BLOCK = tl.constexpr(2**24)
+#: Blocks, or logits, whose sums a program adds up at once.
+PARTS = 1024
+
+#: A block number beyond all blocks of a tile, and a position beyond all others.
+_NO_BLOCK, _NOWHERE = tl.constexpr(2**24), tl.constexpr(2**31 - 1)
 
 
-def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int) -> Support:
-    """Computes `Tile.select` for the tile in this memory with two kernel launches; NaN is selected last.
+def select(
+    memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int, logits: Tensor, outside: TailSums
+) -> Tensor:
+    """Computes `Tile.select` for the tile in this memory with three launches, or two; NaN is selected last.
 
     Raises:
         ValueError: If the tile is wider than `LARGEST_WIDTH`.
@@ -40,32 +46,34 @@ def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k:
     if width > LARGEST_WIDTH:
         raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {width}: set {VARIABLE}=torch")
     rows, blocks = len(sampled), triton.cdiv(width, BLOCK)
-    ids, ascending = (sampled.new_empty((rows, k + 1), dtype=torch.int64) for _ in range(2))
+    ids = sampled.new_empty((rows, k + 1), dtype=torch.int64)
     if not rows:
-        return Support(ids, ascending)
+        return ids
     # With so few blocks, all of them are candidates.
     everything = blocks <= k
-    maxima = sampled.new_empty((0 if everything else rows, blocks), dtype=torch.float32)
-    chosen, selected = (sampled.new_empty((rows, k), dtype=torch.int32) for _ in range(2))
+    entropy = outside.weighted_sum is not None
+    of_blocks = logits.new_empty((3 if entropy else 2, 0 if everything else rows, blocks))
+    parts = of_blocks[0], of_blocks[1], of_blocks[2] if entropy else None
+    chosen, selected = (sampled.new_empty((rows, n), dtype=torch.int32) for n in (k + 1, k))
     arguments, constants = memory.arguments(transform), memory.constants(transform) | {"BLOCK": BLOCK}
     held = 1 if everything else triton.next_power_of_2(blocks)
     candidates = triton.next_power_of_2(blocks if everything else k)
 
     with launching_on(sampled.device):
         if not everything:
-            launcher(_block_maxima_kernel, grid_of(rows, width), rows, width, memory.values)(
-                *arguments, maxima, blocks, **constants
+            launcher(_block_sums_kernel, grid_of(rows, width), rows, width, memory.values)(
+                *arguments, *parts, blocks, ENTROPY=entropy, **constants
             )
         _select_kernel[(rows,)](
             *arguments,
             first,
-            maxima,
+            parts[0],
             blocks,
             chosen,
             selected,
             sampled.contiguous(),
             ids,
-            ascending,
+            logits,
             k,
             **constants,
             EVERYTHING=everything,
@@ -74,20 +82,38 @@ def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k:
             SLOTS=triton.next_power_of_2(k),
             num_warps=select_warps(max(held, candidates * BLOCK)),
         )
-    return Support(ids, ascending)
+        _outside_kernel[(rows,)](
+            *arguments,
+            *parts,
+            blocks,
+            chosen,
+            selected,
+            ids,
+            first,
+            k,
+            *outside,
+            **constants,
+            ENTROPY=entropy,
+            EVERYTHING=everything,
+            PARTS=PARTS,
+        )
+    return ids
 
 
 @triton.jit
-def _block_maxima_kernel(
+def _block_sums_kernel(
     values,
     offsets,
     stride,
     width,
     scale,
     cap,
-    maxima,  # (n, blocks)
+    maxima,  # (n, blocks), like the next two parameters
+    exp_sums,
+    weighted_sums,
     blocks,
     SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -98,9 +124,17 @@ def _block_maxima_kernel(
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < width
     z = logits_of(tl.load(tile + column, mask=inside, other=0.0), scale, cap, SOFTCAP)
-    # NaN would be the maximum on some machines only.
-    z = tl.where(inside & (z == z), z, float("-inf"))
-    tl.store(maxima + row * blocks + block, tl.max(z, axis=1), mask=block < blocks)
+    z = tl.where(inside, z, float("-inf"))
+    # NaN would be the maximum on some machines only; the sums keep it.
+    maximum = tl.max(tl.where(z == z, z, float("-inf")), axis=1)
+    z -= tl.where(maximum == float("-inf"), 0.0, maximum)[:, None]
+    exp = tl.exp(z)
+    at = row * blocks + block
+    tl.store(maxima + at, maximum, mask=block < blocks)
+    tl.store(exp_sums + at, tl.sum(exp, axis=1), mask=block < blocks)
+    if ENTROPY:
+        weighted = tl.where(exp > 0.0, exp * z, 0.0)  # −inf · 0 would be NaN
+        tl.store(weighted_sums + at, tl.sum(weighted, axis=1), mask=block < blocks)
 
 
 @triton.jit
@@ -114,11 +148,11 @@ def _select_kernel(
     first,
     maxima,  # (n, blocks)
     blocks,
-    chosen,  # (n, k): the numbers of the blocks, ascending
-    selected,  # (n, k): of the candidates in these
+    chosen,  # (n, k + 1): the numbers of the blocks, ascending; last that of the sampled token's, if it is another
+    selected,  # (n, k): of the candidates in the chosen blocks
     sampled,  # (n,)
     ids,  # (n, k + 1), like the next parameter
-    ascending,
+    logits,
     k,
     SOFTCAP: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -130,7 +164,7 @@ def _select_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = row_of(values, offsets, stride, row, ALIGNMENT)
-    chosen += row * k
+    chosen += row * (k + 1)
     selected += row * k
     if not EVERYTHING:
         block = tl.arange(0, BLOCKS)
@@ -152,18 +186,122 @@ def _select_kernel(
 
     slot = tl.arange(0, SLOTS)
     used = slot < k
-    candidate = tl.load(selected + slot, mask=used, other=0)
-    token = column_of(candidate, chosen, k, EVERYTHING, BLOCK).to(tl.int64) + first
+    column = column_of(tl.load(selected + slot, mask=used, other=0), chosen, k, EVERYTHING, BLOCK)
+    z = logits_of(tl.load(tile + column, mask=used, other=0.0), scale, cap, SOFTCAP)
+    token = column.to(tl.int64) + first
     wanted = tl.load(sampled + row)
     known = tl.sum((used & (token == wanted)).to(tl.int32)) > 0
     added = (wanted >= first) & (wanted < first + width) & (known == 0)
-    smaller = tl.sum((used & (token < wanted)).to(tl.int32))
+    wanted_column = tl.where(added, wanted - first, 0).to(tl.int32)
+    wanted_z = logits_of(tl.load(tile + wanted_column), scale, cap, SOFTCAP)
     ids += row * (k + 1)
     tl.store(ids + slot, token, mask=used)
     tl.store(ids + k, tl.where(added, wanted, -1))
-    ascending += row * (k + 1)
-    tl.store(ascending + slot + (added & (token > wanted)).to(tl.int32), token, mask=used)
-    tl.store(ascending + tl.where(added, smaller, k), tl.where(added, wanted, _NO_TOKEN))
+    logits += row * (k + 1)
+    tl.store(logits + slot, z, mask=used)
+    tl.store(logits + k, tl.where(added, wanted_z, float("-inf")))
+    if not EVERYTHING:
+        wanted_block = wanted_column // BLOCK
+        known = tl.sum((used & (tl.load(chosen + slot, mask=used, other=0) == wanted_block)).to(tl.int32)) > 0
+        tl.store(chosen + k, tl.where(added & (known == 0), wanted_block, _NO_BLOCK))
+
+
+@triton.jit
+def _outside_kernel(
+    values,
+    offsets,
+    stride,
+    width,
+    scale,
+    cap,
+    maxima,  # (n, blocks), like the next two parameters
+    exp_sums,
+    weighted_sums,
+    blocks,
+    chosen,  # (n, k + 1)
+    selected,  # (n, k)
+    ids,  # (n, k + 1)
+    first,
+    k,
+    maximum,  # (n,), like the next two parameters
+    exp_sum,
+    weighted_sum,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVERYTHING: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+    chosen += row * (k + 1)
+    selected += row * k
+    m, total = tl.load(maximum + row), tl.load(exp_sum + row)
+    weighted = tl.load(weighted_sum + row) if ENTROPY else 0.0 * total
+
+    # The blocks that hold nothing of what was selected: not the chosen ones, nor the sampled token's.
+    if not EVERYTHING:
+        sampled_block, at = tl.load(chosen + k), 0
+        for start in range(0, blocks, PARTS):
+            block = start + tl.arange(0, PARTS)
+            rest = (block < blocks) & (block != sampled_block)
+            rest, at = without(rest, block, start + PARTS, chosen, at, k)
+            part_maximum = tl.load(maxima + row * blocks + block, mask=rest, other=float("-inf"))
+            part_total = tl.load(exp_sums + row * blocks + block, mask=rest, other=0.0)
+            part_weighted = part_total * 0.0
+            if ENTROPY:
+                part_weighted = tl.load(weighted_sums + row * blocks + block, mask=rest, other=0.0)
+            m, total, weighted = folded(m, total, weighted, part_maximum, part_total, part_weighted)
+
+    # Those blocks, logit by logit, without what was selected.
+    sampled_column = tl.load(ids + row * (k + 1) + k) - first
+    at = 0
+    for start in range(0, width if EVERYTHING else (k + 1) * BLOCK, PARTS):
+        candidate = start + tl.arange(0, PARTS)
+        column = column_of(candidate, chosen, k + 1, EVERYTHING, BLOCK)
+        rest = (column < width) & (column != sampled_column)
+        rest, at = without(rest, candidate, start + PARTS, selected, at, k)
+        z = logits_of(tl.load(tile + column, mask=rest, other=0.0), scale, cap, SOFTCAP)
+        m, total, weighted = folded(m, total, weighted, tl.where(rest, z, float("-inf")), 1.0, 0.0)
+
+    tl.store(maximum + row, m)
+    tl.store(exp_sum + row, total)
+    if ENTROPY:
+        tl.store(weighted_sum + row, weighted)
+
+
+@triton.jit
+def without(mask, position, end, left_out, at, count):
+    """A mask without the positions in an ascending list, of which entries from `at` on may be below `end`.
+
+    Also returns the first entry that is not.
+    """
+    following = tl.load(left_out + at, mask=at < count, other=_NOWHERE)
+    while following < end:
+        mask &= position != following
+        at += 1
+        following = tl.load(left_out + at, mask=at < count, other=_NOWHERE)
+    return mask, at
+
+
+@triton.jit
+def folded(m, total, weighted, maximum, exp_sum, weighted_sum):
+    """A row's `TailSums` (m, total, weighted) with those of some parts of it, in vectors, added.
+
+    A logit is a part with the sums 1 and 0; −inf adds nothing. NaN and +inf make the total NaN.
+    """
+    # A maximum may drop NaN, but the total keeps it.
+    m_now = tl.maximum(m, tl.max(maximum, axis=0))
+    center = tl.where(m_now == float("-inf"), 0.0, m_now)
+    rescale, rescale_parts = tl.exp(m - center), tl.exp(maximum - center)
+    # −inf · 0 would be NaN.
+    moved = tl.where(rescale > 0.0, m - center, 0.0)
+    moved_parts = tl.where(rescale_parts > 0.0, maximum - center, 0.0)
+    weighted = rescale * (weighted + total * moved)
+    weighted += tl.sum(rescale_parts * (weighted_sum + exp_sum * moved_parts), axis=0)
+    total = rescale * total + tl.sum(rescale_parts * exp_sum, axis=0)
+    return m_now, total, weighted
 
 
 @triton.jit

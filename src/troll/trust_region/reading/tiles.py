@@ -212,22 +212,28 @@ class Tile:
             z = as_float(values[torch.unravel_index(at, values.shape[:-1])])
         return cls(transform(z), transform, first, rows, slice(0, values.shape[-1]))
 
-    def select(self, sampled: Tensor, k: int) -> Support:
-        """The k largest logits, and the sampled tokens.
+    def select(self, sampled: Tensor, k: int, logits: Tensor, outside: TailSums) -> Tensor:
+        """Finds the k largest logits and reads them, the sampled tokens', and the sums over all others.
+
+        The tile has whole rows of the vocabulary entries that this process holds, and may be lost.
 
         Args:
             sampled: The sampled tokens, (n,), anywhere in the vocabulary.
             k: The number of largest logits, at most W.
+            logits: (n, k + 1), −inf, which receives the logits.
+            outside: The n tokens' empty sums, which receive those over all other logits.
 
         Returns:
-            A support of k + 1 slots: the k largest, ties by the smaller id, in ascending order of their ids; and in the
-            last slot the sampled token. That slot is unused where the token is among the others, or not in this tile.
+            Ids, (n, k + 1): of the k largest logits, ties by the smaller id, in ascending order; and in the last slot
+            the sampled token, −1 where it is among the others or not in this tile.
         """
         ids = self.first + top_ids(self.logits, k).sort(-1).values
         sampled = sampled.unsqueeze(-1)
         elsewhere = (sampled < self.first) | (sampled >= self.first + self.logits.shape[-1])
         known = elsewhere | (ids == sampled).any(-1, keepdim=True)
-        return Support.from_ids(torch.cat([ids, sampled.masked_fill(known, -1)], -1))
+        ids = torch.cat([ids, sampled.masked_fill(known, -1)], -1)
+        self.read(Support.from_ids(ids), logits, outside)
+        return ids
 
     def read(self, support: Support, logits: Tensor, outside: TailSums) -> None:
         """Reads a support's logits and adds all others to the running sums, in place; the tile may be lost.

@@ -88,9 +88,9 @@ class TritonTile(Tile):
         memory = Memory.of(tensor, rows)
         return cls(memory, transform, first, rows, slice(0, memory.width))
 
-    def select(self, sampled: Tensor, k: int) -> Support:
+    def select(self, sampled: Tensor, k: int, logits: Tensor, outside: TailSums) -> Tensor:
         """See the parent; NaN is selected last."""
-        return select_triton.select(self.memory, self.transform, self.first, sampled, k)
+        return select_triton.select(self.memory, self.transform, self.first, sampled, k, logits, outside)
 
     def read(self, support: Support, logits: Tensor, outside: TailSums) -> None:
         """See the parent; the tile is not changed."""

@@ -1,7 +1,14 @@
-"""The kernels that select the K largest logits, against the torch code: the very same tokens, ties included."""
+"""The kernels that select the K largest logits and add up all others, against the torch code next to them.
+
+The selected tokens are the very same, ties included.
+"""
+
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -12,14 +19,16 @@ from tests.troll.trust_region.reading.tiles import (
     FIRST,
     FORMS,
     TRANSFORMS,
+    Folded,
     Made,
+    assert_folds_agree,
     made,
     random_values,
     unchanged,
 )
 from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.reading.memory_triton import Memory
-from troll.trust_region.reading.tiles import NO_TOKEN, Support, Transform
+from troll.trust_region.reading.tiles import Support, TailSums, Tile, Transform, rows_of
 from troll.trust_region.reading.tiles_triton import TritonTile
 
 
@@ -27,26 +36,41 @@ def sampled_around(width: int) -> Tensor:
     return torch.tensor([FIRST, FIRST + width - 1, FIRST - 1, FIRST + width], device=DEVICE)
 
 
-def assert_selects_alike(part: Made, sampled: Tensor, k: int) -> Support:
+def select_by(tile: Tile, sampled: Tensor, k: int, entropy: bool, dtype: torch.dtype) -> tuple[Tensor, Folded]:
+    """Ids, logits and sums, in slices of tensors, as a capture passes them."""
+    logits = torch.full((len(sampled) + 2, k + 1), -torch.inf, device=DEVICE, dtype=dtype)
+    outside = TailSums.empty(logits, entropy)
+    within = slice(1, -1)
+    ids = tile.select(sampled, k, logits[within], rows_of(outside, within))
+    assert logits[[0, -1]].isneginf().all() and not outside.exp_sum[[0, -1]].any()
+    return ids, (logits[within], rows_of(outside, within))
+
+
+def assert_selects_alike(part: Made, sampled: Tensor, k: int, entropy: bool = True) -> tuple[Tensor, TailSums]:
     before = part.memory.clone()
-    actual = part.tile.select(sampled, k)
-    expected = part.for_torch(torch.float32).select(sampled, k)
-    assert actual.ids.dtype == actual.ascending.dtype == torch.int64
-    assert torch.equal(actual.ids, expected.ids)
-    assert torch.equal(actual.ascending, expected.ascending)
+    ids, actual = select_by(part.tile, sampled, k, entropy, torch.float32)
     assert unchanged(before, part.memory)
-    return actual
+    expected_ids, _ = select_by(part.for_torch(torch.float32), sampled, k, entropy, torch.float32)
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids, expected_ids)
+    # Sums in float64 over what was selected: near the cap, it may order logits that are equal in float32.
+    tile, logits = part.for_torch(), torch.full_like(actual[0], -torch.inf, dtype=torch.float64)
+    sums = TailSums.empty(logits, entropy)
+    tile.read(Support.from_ids(ids), logits, sums)
+    assert_folds_agree(actual, (logits, sums))
+    return ids, actual[1]
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("dtype", "form"), list(zip(DTYPES, FORMS, strict=True)))
-def test_random_logits(dtype, transform, form):
+def test_random_logits(dtype, transform, form, entropy):
     """Half precision is full of ties."""
     part = made(random_values(4, 1500, dtype), TRANSFORMS[transform], form)
     if dtype == torch.float32 and transform in ("softcap", "all"):
         # A tanh of ours and one of torch's may differ by an ulp, which must not decide.
         part = made(random_values(4, 1500, torch.bfloat16).float(), TRANSFORMS[transform], form)
-    assert_selects_alike(part, sampled_around(1500), 20)
+    assert_selects_alike(part, sampled_around(1500), 20, entropy)
 
 
 @pytest.mark.parametrize("levels", [1, 40])
@@ -88,16 +112,49 @@ def test_large_k():
     assert_selects_alike(part, sampled_around(part.tile.memory.width)[:2], 130)
 
 
-@pytest.mark.parametrize("at", ["smallest", "between", "largest", "selected"])
-def test_where_the_sampled_token_stands_in_ascending_order(at):
-    """Among the selected 20, 30, ..., 70."""
-    columns = torch.arange(20, 80, 10, device=DEVICE)
-    values = torch.zeros(1, 500, device=DEVICE)
-    values[0, columns] = 1.0
-    sampled = {"smallest": 3, "between": 45, "largest": 499, "selected": 30}[at]
-    support = assert_selects_alike(made(values), torch.tensor([FIRST + sampled], device=DEVICE), 6)
-    assert support.ids[0, -1] == (-1 if at == "selected" else FIRST + sampled)
-    assert (support.ascending[0, -1] == NO_TOKEN) == (at == "selected")
+@pytest.mark.parametrize("selected", [[64 * 2 + 1, 64 * 2 + 9, 64 * 5], [64 * 7 + 50]], ids=["three", "one"])
+@pytest.mark.parametrize("block", ["chosen", "not chosen", "the last one", "selected"])
+def test_what_is_selected_is_in_no_sum(selected, block):
+    """All weigh so much that the others would be lost in their sum; so would a difference from it."""
+    values, columns = torch.zeros(1, 500, device=DEVICE), torch.tensor(selected, device=DEVICE)
+    values[0, columns] = 100.0
+    first, last = selected[0], selected[-1]
+    sampled = {"chosen": first + 1, "not chosen": 64 * 3 + 5, "the last one": 499, "selected": last}[block]
+    values[0, sampled] = max(float(values[0, sampled]), 50.0)
+    ids, outside = assert_selects_alike(made(values), torch.tensor([FIRST + sampled], device=DEVICE), len(selected))
+    assert ids[0].tolist() == [*(FIRST + columns).tolist(), -1 if block == "selected" else FIRST + sampled]
+    assert outside.maximum.tolist() == [0.0]
+    assert outside.exp_sum.tolist() == [500 - len(selected) - (block != "selected")]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -300.0, -2.0, -0.0, 0.0, 1.0, 300.0]), min_size=1, max_size=12),
+    repeats=st.sampled_from([1, 3, 30]),
+    entropy=st.booleans(),
+    data=st.data(),
+)
+def test_any_row_is_divided_into_what_is_selected_and_the_rest(values, repeats, entropy, data):
+    """Few and many blocks of logits that tie, with the sampled token anywhere."""
+    row = torch.tensor(values, device=DEVICE).repeat_interleave(repeats).unsqueeze(0)
+    width = row.shape[-1]
+    k = data.draw(st.integers(1, min(width, 6)))
+    sampled = data.draw(st.integers(FIRST - 2, FIRST + width + 1))
+    assert_selects_alike(made(row), torch.tensor([sampled], device=DEVICE), k, entropy)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("at", ["in a chosen block", "in another block", "next to the sampled token"])
+def test_a_logit_that_is_not_finite_and_not_selected_makes_the_sums_nan(at, broken, entropy):
+    values = torch.zeros(2, 700, device=DEVICE)
+    values[:, [64 * 2, 64 * 5]] = math.inf if broken == math.inf else 9.0
+    column = {"in a chosen block": 64 * 5 + 3, "in another block": 64 * 7, "next to the sampled token": 650}[at]
+    values[1, column] = broken
+    sampled = torch.tensor([FIRST + 649] * 2, device=DEVICE)
+    ids, (_, outside) = select_by(made(values).tile, sampled, 2, entropy, torch.float32)
+    assert (ids - FIRST).tolist() == [[64 * 2, 64 * 5, 649]] * 2
+    assert outside.log_sum.isnan().tolist() == [False, True]
 
 
 def test_rows_that_are_no_distribution_select_as_many_tokens():
@@ -107,21 +164,21 @@ def test_rows_that_are_no_distribution_select_as_many_tokens():
     values[1, ::3] = torch.nan
     values[2, 5] = torch.inf
     values[3] = -torch.inf
-    support = made(values).tile.select(torch.full((4,), FIRST - 1, device=DEVICE), 7)
-    assert (support.ids[:, :7] >= FIRST).all() and (support.ids[:, :7] < FIRST + 700).all()
-    assert (support.ids[:, :7].diff() > 0).all()
-    assert (support.ids[2] == FIRST + 5).any() and (support.ids[:, 7] == -1).all()
+    ids, _ = select_by(made(values).tile, torch.full((4,), FIRST - 1, device=DEVICE), 7, True, torch.float32)
+    assert (ids[:, :7] >= FIRST).all() and (ids[:, :7] < FIRST + 700).all()
+    assert (ids[:, :7].diff() > 0).all()
+    assert (ids[2] == FIRST + 5).any() and (ids[:, 7] == -1).all()
 
 
 def test_no_rows():
     nothing = slice(0, 0)
     tile = TritonTile(Memory(random_values(0, 100), 100), Transform(), FIRST, nothing, nothing)
-    support = tile.select(torch.zeros(0, dtype=torch.int64, device=DEVICE), 4)
-    assert support.ids.shape == support.ascending.shape == (0, 5)
+    ids, _ = select_by(tile, torch.zeros(0, dtype=torch.int64, device=DEVICE), 4, True, torch.float32)
+    assert ids.shape == (0, 5)
 
 
 def test_a_tile_that_is_too_wide():
     width = 2**20 + 1
     tile = TritonTile(Memory(random_values(1, 100), width), Transform(), FIRST, slice(0, 1), slice(0, width))
     with pytest.raises(ValueError, match="1048576 wide at most, got 1048577: set TROLL_KERNELS=torch"):
-        tile.select(torch.zeros(1, dtype=torch.int64, device=DEVICE), 4)
+        select_by(tile, torch.zeros(1, dtype=torch.int64, device=DEVICE), 4, True, torch.float32)

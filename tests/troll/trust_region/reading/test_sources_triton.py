@@ -97,9 +97,12 @@ def test_no_tile_is_kept_without_a_backward_pass_or_with_many_tokens(monkeypatch
     assert not node.next_functions[0][0].kept
 
 
-@pytest.mark.parametrize("trained", ["hidden", "weight"])
-def test_tiles_are_kept_for_a_trained_weight_only(trained, monkeypatch):
+@pytest.mark.parametrize(("trained", "setting"), [("hidden", None), ("weight", None), ("weight", "1"), ("weight", "0")])
+def test_tiles_are_kept_for_a_trained_weight_unless_turned_off(trained, setting, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.delenv(head_module.VARIABLE, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(head_module.VARIABLE, setting)
     monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
     problem = Problem("head", torch.float32)
     hidden, weight = (
@@ -108,7 +111,7 @@ def test_tiles_are_kept_for_a_trained_weight_only(trained, monkeypatch):
     )
     policy = read(problem.source(weight, hidden), problem.sampled.unsqueeze(-1))
     node: Any = policy.tail_logit.grad_fn
-    assert bool(node.next_functions[0][0].kept) == (trained == "weight")
+    assert bool(node.next_functions[0][0].kept) == (trained == "weight" and setting != "0")
 
 
 @pytest.mark.parametrize("kind", KINDS)

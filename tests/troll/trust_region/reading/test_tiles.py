@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.troll.trust_region import reference
 from tests.troll.trust_region.cases import tensor
 from tests.troll.trust_region.reading.sources import TRANSFORMS, plainly
-from troll.trust_region.reading.tiles import NO_TOKEN, Support, TailSums, Tile, Transform
+from troll.trust_region.reading.tiles import Support, TailSums, Tile, Transform
 
 
 def tile_of(values: Tensor, first: int = 0) -> Tile:
@@ -53,14 +53,17 @@ def test_select_keeps_the_largest_and_the_sampled_token(values, first, data):
     width = len(values)
     k = data.draw(st.integers(1, width))
     sampled = data.draw(st.integers(max(0, first - 3), first + width + 3))
-    tile = tile_of(torch.tensor([values]), first)
-    support = tile.select(torch.tensor([sampled]), k)
-    assert torch.equal(tile.logits, torch.tensor([values]))
+    row = torch.tensor([values], dtype=torch.float64)
+    logits = torch.full((1, k + 1), -torch.inf, dtype=torch.float64)
+    outside = TailSums.empty(logits, entropy=True)
+    ids = tile_of(row, first).select(torch.tensor([sampled]), k, logits, outside)
     top = sorted(sorted(range(width), key=lambda v: (-values[v], v))[:k])
     added = sampled if first <= sampled < first + width and sampled - first not in top else -1
-    assert support.ids[0].tolist() == [first + v for v in top] + [added]
-    ascending = sorted(v for v in support.ids[0].tolist() if v >= 0)
-    assert support.ascending[0].tolist() == ascending + [NO_TOKEN] * (k + 1 - len(ascending))
+    assert ids[0].tolist() == [first + v for v in top] + [added]
+    selected = [v - first for v in ids[0].tolist() if v >= 0]
+    assert logits[0].tolist() == [values[v] for v in selected] + [-math.inf] * (added < 0)
+    rest = np.array(values)[reference.complement(width, selected)]
+    assert outside.log_sum.item() == pytest.approx(reference.log_sum_exp(rest), rel=1e-14, abs=1e-14)
 
 
 LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, -300.0, 300.0, -math.inf]))

@@ -13,10 +13,14 @@ from tests.tolerance import rounding, within
 from tests.troll.trust_region.reading.tiles import (
     DEVICE,
     DTYPES,
+    EXPONENTIAL,
     FIRST,
     FORMS,
+    LOGIT,
     TRANSFORMS,
+    Folded,
     Made,
+    assert_folds_agree,
     made,
     random_values,
     some_ids,
@@ -25,14 +29,8 @@ from tests.troll.trust_region.reading.tiles import (
 from troll.trust_region.reading.tiles import Support, TailSums, TensorRows, Tile, Transform, Upstream, rows_of
 from troll.trust_region.reading.tiles_triton import TritonTile
 
-#: Logits are rounded twice (the factor, the product), by 2⁻²⁴ each, and a tanh is off by 3e-7; three times as much.
-LOGIT = 3 * (3e-7 + 2.0**-23)
-#: Exponentials turn what logits up to 30 are off into relative errors; so do differences from a maximum of that size.
-EXPONENTIAL = 60 * LOGIT
 #: What is rounded to the tile's dtype: half an ulp, but the interpreter cuts off where a GPU rounds to bfloat16.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-
-Folded = tuple[Tensor, TailSums]
 
 
 def fold_by(tiles: Sequence[Tile], support: Support, entropy: bool, dtype: torch.dtype) -> Folded:
@@ -52,23 +50,6 @@ def fold_both(parts: list[Made], support: Support, entropy: bool = True) -> tupl
     actual = fold_by([part.tile for part in parts], support, entropy, torch.float32)
     assert all(unchanged(before, part.memory) for before, part in zip(memory, parts, strict=True))
     return actual, fold_by([part.for_torch() for part in parts], support, entropy, torch.float64)
-
-
-def assert_folds_agree(actual: Folded, expected: Folded) -> None:
-    """Values, and where they are not finite: what the sums are then does not matter, as long as their total is not."""
-    (logits, got), (expected_logits, want) = actual, expected
-    torch.testing.assert_close(logits.double(), expected_logits, rtol=LOGIT, atol=0, equal_nan=True)
-    broken = ~(want.log_sum < torch.inf)
-    assert torch.equal(~(got.log_sum < torch.inf), broken)
-    assert got.maximum[broken].isnan().all()
-    got, want = (TailSums(*(None if x is None else x[~broken].double() for x in sums)) for sums in (got, want))  # type: ignore[arg-type]
-    torch.testing.assert_close(got.log_sum, want.log_sum, rtol=0, atol=EXPONENTIAL)
-    if got.weighted_sum is not None and want.weighted_sum is not None:
-        # Relative to the maximum, which may be an ulp apart, so both are brought to the expected one.
-        moved = torch.where(want.maximum > -torch.inf, got.maximum - want.maximum, 0.0)
-        weighted = (got.weighted_sum + got.exp_sum * moved) * moved.exp()
-        size = want.exp_sum - want.weighted_sum
-        assert ((weighted - want.weighted_sum).abs() <= EXPONENTIAL * size + 2.0**-126).all()
 
 
 @pytest.mark.parametrize("entropy", [False, True])

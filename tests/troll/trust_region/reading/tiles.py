@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.reading.memory_triton import Memory
-from troll.trust_region.reading.tiles import TensorRows, Tile, Transform
+from troll.trust_region.reading.tiles import TailSums, TensorRows, Tile, Transform
 from troll.trust_region.reading.tiles_triton import TritonTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +24,14 @@ FIRST = 1000
 
 #: Rows that lie at one distance; rows with others in between, in no order; and those of two dimensions.
 FORMS = ("rows", "some", "batch")
+
+
+#: Logits are rounded twice (the factor, the product), by 2⁻²⁴ each, and a tanh is off by 3e-7; three times as much.
+LOGIT = 3 * (3e-7 + 2.0**-23)
+#: Exponentials turn what logits up to 30 are off into relative errors; so do differences from a maximum of that size.
+EXPONENTIAL = 60 * LOGIT
+#: The logits of a support, and the sums over all others.
+Folded = tuple[Tensor, TailSums]
 
 
 class Made(NamedTuple):
@@ -87,3 +95,20 @@ def some_ids(rows: int, slots: int, low: int, high: int, unused: int = 0) -> Ten
     ids = torch.stack([low + torch.randperm(high - low, generator=generator)[:slots] for _ in range(rows)])
     ids[:, slots - unused :] = -1
     return ids.to(DEVICE)
+
+
+def assert_folds_agree(actual: Folded, expected: Folded) -> None:
+    """Values, and where they are not finite: what the sums are then does not matter, as long as their total is not."""
+    (logits, got), (expected_logits, want) = actual, expected
+    torch.testing.assert_close(logits.double(), expected_logits, rtol=LOGIT, atol=0, equal_nan=True)
+    broken = ~(want.log_sum < torch.inf)
+    assert torch.equal(~(got.log_sum < torch.inf), broken)
+    assert got.maximum[broken].isnan().all()
+    got, want = (TailSums(*(None if x is None else x[~broken].double() for x in sums)) for sums in (got, want))  # type: ignore[arg-type]
+    torch.testing.assert_close(got.log_sum, want.log_sum, rtol=0, atol=EXPONENTIAL)
+    if got.weighted_sum is not None and want.weighted_sum is not None:
+        # Relative to the maximum, which may be an ulp apart, so both are brought to the expected one.
+        moved = torch.where(want.maximum > -torch.inf, got.maximum - want.maximum, 0.0)
+        weighted = (got.weighted_sum + got.exp_sum * moved) * moved.exp()
+        size = want.exp_sum - want.weighted_sum
+        assert ((weighted - want.weighted_sum).abs() <= EXPONENTIAL * size + 2.0**-126).all()
