@@ -123,7 +123,9 @@ class _One(int):
     """The number 1, which passes TRL's check `num_generations < 2`.
 
     There is no plainer way. TRL refuses 1 in the middle of its `__post_init__`, for any estimator, without a setting
-    that allows it. Any other number in its place would fail in the checks before, which divide batches by it.
+    that allows it, and the checks before divide a rollout by the number, and those after must run. Another number that
+    passes would have to divide the rollout, which has a size only once TRL has counted the processes, and may be 1. A
+    rollout of twice the size would pass where the real one does not, and would be in the messages of what is refused.
     """
 
     def __lt__(self, other: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from troll.trl import TrollTrainer, checks
-from troll.trl.anchor import RolloutAnchor
+from troll.trl.micro_batch import OldPolicy
 from troll_lab.trl import seam
 from troll_lab.trl.advantages import make_critic, train_critic, with_critic, with_token_rewards
 from troll_lab.trl.callback import LabCallback
@@ -70,9 +70,9 @@ class LabTrainer(TrollTrainer):
 
     # The rollout
 
-    def _make_anchor(self) -> RolloutAnchor | None:
+    def _make_old_policy(self) -> OldPolicy:
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
-        return None if self.args.rollout_delay else super()._make_anchor()
+        return OldPolicy(self) if self.args.rollout_delay else super()._make_old_policy()
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with ExitStack() as stack:

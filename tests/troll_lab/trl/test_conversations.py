@@ -21,7 +21,7 @@ from tests.troll.trl.resuming import interrupted, resumed_exactly
 from troll.grading import Grader, Verdict
 from troll.trl import complete, generation
 from troll.trl.estimators import ESTIMATORS
-from troll.trl.old_policy import OLD_POLICY
+from troll.trl.micro_batch import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll_lab.trl.conversations import Conversation, completion_metrics, read
 
