@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
 import troll.trl.seam  # noqa: F401 (first of ours: it says what is wrong with TRL)
 from troll.trl.config import TrollConfig
 from troll.trl.estimators import Estimator, register_estimator
-from troll.trl.generation import complete
+from troll.trl.sampling import complete
 from troll.trl.surrogates import register_surrogate
 from troll.trl.trainer import TrollTrainer
 

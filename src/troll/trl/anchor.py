@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
-from troll.trl.seam import add_metrics, allow_log_probs, engine_settings, loss_mask, restricted
+from troll.trl.micro_batch import OLD_POLICY, OldPolicy
+from troll.trl.seam import Scores, add_metrics, allow_log_probs, engine_settings, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.top import capture_top
 
@@ -38,6 +39,10 @@ class EngineTopLogprobs:
     TRL carries one number for each token, meant for its log-prob, through dialogues with tools, and cuts and joins
     these numbers like the tokens. During a rollout this number is the token's row in this table, counted from 1. Row 0
     is for tokens of tools, tokens with missing entries, and tokens that the engine reports as impossible.
+
+    There is no plainer way. TRL has no room for K entries of a token, drops what else an engine returns, and makes a
+    tensor of the numbers before any method that we override gets them. Which of an engine's tokens TRL kept, and where
+    it put them, cannot be told from the tokens: they repeat.
     """
 
     def __init__(self) -> None:
@@ -206,7 +211,7 @@ def reporting_rollout_func(
     return reporting
 
 
-class RolloutAnchor:
+class RolloutAnchor(OldPolicy):
     """The engine's policy as the old one, for `anchor="rollout"`; every method runs on every process.
 
     It wraps the trainer's rollout function, and vLLM's `generate`.
@@ -216,30 +221,42 @@ class RolloutAnchor:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._args = trainer, trainer.args
+        super().__init__(trainer)
+        args = trainer.args
         self._vocab_size = trainer.model.config.get_text_config().vocab_size
         self.reports, self._rows = EngineTopLogprobs(), torch.empty(0, dtype=torch.int64)
-        check_rollout_source(
-            trainer.args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools)
-        )
-        check_sampling(trainer.args)
-        if trainer.args.use_vllm:
+        check_rollout_source(args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools))
+        check_sampling(args)
+        if args.use_vllm:
             # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
-            reads = trainer.args.reads_policies or trainer.args.diagnostics_steps
-            number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
+            reads = args.reads_policies or args.diagnostics_steps
+            number = min(args.support_top_k, self._vocab_size) if reads else 0
             allow_log_probs(trainer.vllm_generation, number)
             check_engine(engine_settings(trainer.vllm_generation), number)
             report_top_log_probs(trainer.vllm_generation, number, self.reports)
         if trainer.rollout_func is not None:
             trainer.rollout_func = reporting_rollout_func(trainer.rollout_func, self.reports)
 
+    def start(self) -> None:
+        """Overrides the parent: TRL's scoring is replaced even if only the sampled tokens' log-probs are needed."""
+        super().start()
+        self.expects_scoring = self._trainer.model.training and self._args.scores_rollouts
+        self.reports.clear()
+
+    def score(self, score: Any, model: Any, ids: Tensor, mask: Tensor, length: int, *rest: Any, **named: Any) -> Scores:
+        """Overrides the parent: no pass, since the engine has scored the completions; `added_to` has its scores."""
+        self.expects_scoring = False
+        return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)
+
     def read(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """Replaces the tokens' rows in a rollout by their log-probs."""
+        """Overrides the parent: replaces the tokens' rows in a rollout by their log-probs."""
+        if "sampling_per_token_logps" not in rolled_out:
+            return rolled_out
         self._rows = rolled_out["sampling_per_token_logps"].nan_to_num(0.0).long()
         return rolled_out | {"sampling_per_token_logps": self.reports.log_probs(self._rows)}
 
-    def as_old_policy(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """Makes the engine's log-probs the old policy's in a rollout from `read`; tokens without a report are masked.
+    def added_to(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """Overrides the parent: the engine's log-probs are the old policy's; tokens without a report are masked.
 
         The share of such tokens over all processes is logged as `sampling/unreported_fraction`.
         """
@@ -249,19 +266,20 @@ class RolloutAnchor:
         add_metrics(self._trainer, {"sampling/unreported_fraction": (sampled - trained) / max(sampled, 1)})
         if trained < sampled:
             rolled_out = restricted(accelerator, rolled_out, known)
-        return rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
-
-    def policies(self, rolled_out: dict[str, Any]) -> list[PackedPolicy]:
-        """The engine's policies of a rollout from `read`, one for each completion."""
-        return self.reports.policies(
-            self._rows,
-            rolled_out["completion_ids"],
-            rolled_out["completion_mask"],
-            vocab_size=self._vocab_size,
-            top_k=self._args.support_top_k,
-            mass_threshold=self._args.mass_threshold,
-            truncated=self._args.truncation is not None,
-        )
+        rolled_out = rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
+        if self._reads:
+            policies = self.reports.policies(
+                self._rows,
+                rolled_out["completion_ids"],
+                rolled_out["completion_mask"],
+                vocab_size=self._vocab_size,
+                top_k=self._args.support_top_k,
+                mass_threshold=self._args.mass_threshold,
+                truncated=self._args.truncation is not None,
+            )
+            rolled_out = rolled_out | {OLD_POLICY: policies}
+        self.reports.clear()
+        return rolled_out
 
 
 def check_rollout_source(args: TrollConfig, *, has_rollout_func: bool, has_tools: bool) -> None:

@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from troll.grading import clash
+from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.dropout import dropout_rates
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.trl import seam
 from troll.trl.config import TrollConfig
+from troll.trl.estimators import ESTIMATORS
 
 #: Every model has a few weights that are too large for a step to change them, such as those of norms. A larger share
 #: than this deserves a warning.
@@ -45,6 +47,26 @@ def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
             f"args must be a {config.__name__}, got {type(args).__name__}, which has settings that only {args.read_by} "
             "reads: use that trainer"
         )
+
+
+def refuse_misfits(trainer: Any) -> None:
+    """Raises ValueError if the model, the engine, the data, the rewards or the reference do not go together.
+
+    Args:
+        trainer: A `TrollTrainer`, whose parent is set up, and which has a table of its missing tokens.
+    """
+    args = trainer.args
+    refuse_columns(trainer)
+    if args.max_steps <= 0:  # `begin` would be too late: transformers would ask for max_steps first
+        refuse_few_prompts(trainer)
+    if not ESTIMATORS[args.advantage_estimator].laboratory:
+        refuse_rewards_of_tokens(trainer)
+    if args.use_vllm:
+        refuse_merging(trainer.model, "use_vllm")
+        refuse_another_vocabulary(trainer)
+    refuse_token_ids(trainer)
+    refuse_fewer_tokens("reference model", trainer.ref_model, trainer)
+    refuse_an_empty_reference(trainer.accelerator, trainer.ref_model)
 
 
 def refuse_rewards_of_tokens(trainer: Any) -> None:
@@ -137,11 +159,6 @@ def _few_prompts(trainer: Any, number: str) -> str:
     )
 
 
-def tokenizer_of(trainer: Any) -> Any:
-    """The trainer's tokenizer; that of its processor, where it has images."""
-    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-
-
 def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None) -> None:
     """Raises ValueError if the end token, the padding token, or a token of the prompts has no row in the embedding.
 
@@ -155,7 +172,7 @@ def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None)
     missing: dict[int, str] = trainer.missing_tokens
     if not missing:
         return
-    tokenizer, rows = tokenizer_of(trainer), embedding_rows(trainer.model)
+    tokenizer, rows = seam.tokenizer_of(trainer), embedding_rows(trainer.model)
     used = dict.fromkeys(
         [tokenizer.pad_token_id, tokenizer.eos_token_id], "which ends completions, or fills up their rows"
     )
@@ -183,7 +200,7 @@ def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
     if other is None:
         return
     other = trainer.accelerator.unwrap_model(other)
-    rows, lacked = embedding_rows(trainer.model), without_embedding(other, tokenizer_of(trainer))
+    rows, lacked = embedding_rows(trainer.model), without_embedding(other, seam.tokenizer_of(trainer))
     for number in sorted(lacked.keys() - trainer.missing_tokens.keys()):
         raise ValueError(
             f"the embedding of the {name} has {embedding_rows(other)} rows, and that of the trained model {rows}: it "

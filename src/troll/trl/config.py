@@ -6,15 +6,15 @@ import copy
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
 from troll.settings import described
 from troll.trl.estimators import ESTIMATORS
-from troll.trl.own_settings import RANGES, parse
+from troll.trl.own_settings import parse
+from troll.trl.ranges import MAY_BE_NONE, NUMBERS, TRL_NUMBERS, check_number
 from troll.trl.sampling import POLICY, refuse_other_distributions
 from troll.trl.surrogates import SURROGATES, check_registered, settings_read
 from troll.trust_region.checks import check_choice
@@ -45,85 +45,19 @@ UPDATES_PER_ROLLOUT = 8
 #: The estimators that `troll_lab.trl` registers, for the error that says so.
 LABORATORY_ESTIMATORS = ("rloo_tokens", "group_tokens", "gae")
 
-#: The range of each number, a key of `RANGES`. None is allowed where it is the default. TRL's settings are checked only
-#: with a surrogate that reads them.
-NUMBERS: dict[str, tuple[str, ...]] = {
-    "above 0": ("kl_bound", "epsilon", "epsilon_high"),
-    "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
-    "finite and above 0": (
-        "kl_target",
-        "sapo_temperature_pos",
-        "sapo_temperature_neg",
-    ),
-    "finite and at least 0": (
-        "regression_weight",
-        "vespo_k_pos",
-        "vespo_lambda_pos",
-        "vespo_k_neg",
-        "vespo_lambda_neg",
-    ),
-    "in [0, 1)": ("mass_threshold",),
-    "an integer, at least 0": ("diagnostics_steps",),
-    "an integer, at least 1": ("support_top_k",),
-}
-
-#: The same for numbers that TRL and transformers do not check: out of range they train wrongly, or fail after loading.
-TRL_NUMBERS: dict[str, tuple[str, ...]] = {
-    "above 0": ("num_train_epochs", "vllm_importance_sampling_clip_max"),
-    "finite and above 0": ("temperature",),
-    "finite": ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    "finite and at least 0": (
-        "learning_rate",
-        "weight_decay",
-        "adam_epsilon",
-        "warmup_steps",
-        "beta",
-        "router_aux_loss_coef",
-        "neftune_noise_alpha",
-        "vllm_importance_sampling_clip_min",
-        "logging_steps",
-        "eval_steps",
-        "save_steps",
-    ),
-    "at least 0": ("max_grad_norm", "off_policy_mask_threshold"),  # infinity clips and masks nothing
-    "in [0, 1]": ("top_entropy_quantile", "ref_model_mixup_alpha"),
-    "in [0, 1)": ("adam_beta1", "adam_beta2"),
-    "an integer, at least 1": (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "num_generations",
-        "num_generations_eval",
-        "num_iterations",
-        "steps_per_generation",
-        "max_completion_length",
-        "ref_model_sync_steps",
-    ),
-    "an integer, at least 1, or -1": ("max_steps",),  # transformers takes 0 for -1, which trains num_train_epochs
-    "an integer in [0, 2^32)": ("seed", "data_seed"),
-}
-
-#: Fields of TRL that may be None, from its annotations, since a parser changes the types of fields; and max_grad_norm,
-#: where transformers takes None too.
-_MAY_BE_NONE = {name for name, hint in get_type_hints(GRPOConfig).items() if type(None) in get_args(hint)}
-_MAY_BE_NONE.add("max_grad_norm")
-
 
 def _text(setting: Any) -> str:
     """A setting that may be an enumeration's, as users write it."""
     return str(getattr(setting, "value", setting))
 
 
-def _check_number(name: str, value: Any, takes: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not RANGES[takes](value):
-        raise ValueError(f"{name} must be {takes}, got {value!r}")
-
-
 class _One(int):
     """The number 1, which passes TRL's check `num_generations < 2`.
 
     There is no plainer way. TRL refuses 1 in the middle of its `__post_init__`, for any estimator, without a setting
-    that allows it. Any other number in its place would fail in the checks before, which divide batches by it.
+    that allows it, and the checks before divide a rollout by the number, and those after must run. Another number that
+    passes would have to divide the rollout, which has a size only once TRL has counted the processes, and may be 1. A
+    rollout of twice the size would pass where the real one does not, and would be in the messages of what is refused.
     """
 
     def __lt__(self, other: int) -> bool:
@@ -378,10 +312,10 @@ class TrollConfig(GRPOConfig):
             for name in names:
                 if name not in self.__dataclass_fields__:  # versions of TRL differ
                     continue
-                if getattr(self, name) is not None or name not in _MAY_BE_NONE:
-                    _check_number(name, getattr(self, name), takes)
+                if getattr(self, name) is not None or name not in MAY_BE_NONE:
+                    check_number(name, getattr(self, name), takes)
         for weight in self.reward_weights or ():
-            _check_number("each of reward_weights", weight, "finite")
+            check_number("each of reward_weights", weight, "finite")
 
     def _check_values(self) -> None:
         choices: dict[str, Collection[str]] = {
@@ -436,7 +370,7 @@ class TrollConfig(GRPOConfig):
             for name in names:
                 unset = getattr(self, name) is None and self.__dataclass_fields__[name].default is None
                 if name not in unread and not unset:
-                    _check_number(name, getattr(self, name), takes)
+                    check_number(name, getattr(self, name), takes)
 
     def _settle_sampling(self) -> None:
         """Moves what becomes part of the old policy from `generation_kwargs` to the fields, and refuses the rest."""

@@ -5,34 +5,14 @@ Each part has a frozen dataclass, whose fields have the type `bool`, a `Literal`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import Field, field, fields
-from numbers import Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from troll.settings import did_you_mean
+from troll.trl.ranges import RANGES, in_range
 from troll.trust_region.checks import check_choice
 
 T = TypeVar("T")
-
-#: The ranges of numbers, by the words that error messages use.
-RANGES: dict[str, Callable[[Any], bool]] = {
-    "above 0": lambda value: value > 0,
-    "above 1": lambda value: value > 1,
-    "at least 0": lambda value: value >= 0,
-    "at least 1": lambda value: value >= 1,
-    "finite": math.isfinite,
-    "finite and above 0": lambda value: 0 < value < math.inf,
-    "finite and at least 0": lambda value: 0 <= value < math.inf,
-    "in [0, 1]": lambda value: 0 <= value <= 1,
-    "in (0, 1]": lambda value: 0 < value <= 1,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-    "an integer, at least 0": lambda value: isinstance(value, int) and value >= 0,
-    "an integer, at least 1": lambda value: isinstance(value, int) and value >= 1,
-    "an integer, at least 1, or -1": lambda value: isinstance(value, int) and (value >= 1 or value == -1),
-    "an integer in [0, 2^32)": lambda value: isinstance(value, int) and 0 <= value < 2**32,
-}
 
 
 def number(default: float | None, takes: str) -> Any:
@@ -90,4 +70,4 @@ def _check(entry: Field[Any], hint: Any, value: Any) -> tuple[str, bool]:
     if not entry.metadata:
         return "", True
     takes = entry.metadata["takes"]
-    return takes, isinstance(value, Real) and not isinstance(value, bool) and RANGES[takes](value)
+    return takes, in_range(value, takes)

@@ -1,4 +1,4 @@
-"""What the sampler of a rollout draws from: the one place that resolves it, whoever has set it.
+"""What the sampler of a rollout draws from: the one place that resolves it, whoever has set it; and a call of it.
 
 The ratio is right only if the old policy is the distribution that the tokens were drawn from. So temperature, top-k,
 top-p and min-p become part of the old policy, wherever they come from: the fields of `TrollConfig`,
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
@@ -184,6 +185,28 @@ def _sampler(args: Any) -> dict[str, Any]:
     """What the sampler gets of a settled configuration; transformers takes no integer for a temperature."""
     temperature = float(args.temperature)
     return {"temperature": temperature, "top_k": max(args.top_k, 0), "top_p": args.top_p, "min_p": args.min_p}
+
+
+def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Samples a completion of each of N prompts with the trainer's sampling settings; for rollout functions.
+
+    Every process must call it equally often, since the processes share an engine or sharded weights; the numbers of
+    prompts may differ, and be 0.
+
+    Args:
+        trainer: The second argument of the rollout function.
+        prompts: The token ids of this process's prompts.
+
+    Returns:
+        The token ids of N completions, each up to its end or of `max_completion_length` tokens; and the engine's
+        log-probabilities of these tokens, None without an engine. With `anchor="rollout"` they are numbers to pass on
+        unchanged as `logprobs`, not log-probabilities.
+    """
+    # All processes ask about equally many prompts, since TRL finds its own among a server's answers by their number.
+    number = max(1, *gather_object([len(prompts)]))
+    filler = [seam.tokenizer_of(trainer).pad_token_id]
+    completions, log_probs = seam.completions(trainer, [*prompts, *[filler] * (number - len(prompts))])
+    return completions[: len(prompts)], None if log_probs is None else log_probs[: len(prompts)]
 
 
 def refuse_changes(trainer: Any) -> None:

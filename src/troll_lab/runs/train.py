@@ -223,8 +223,8 @@ class OtherTasks(TrainerCallback):
         """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
         if "eval_loss" in kwargs["metrics"]:
             for task in self.tasks:
-                judge = judged_by(self.trainer, task.reward_funcs, task.reward_weights)
-                judge.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
+                with judged_by(self.trainer, task.reward_funcs, task.reward_weights):
+                    self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
 
 
 def _figures(shown: Mapping[str, str]) -> str:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
-from troll.trl.checks import tokenizer_of
 from troll.trl.estimators import combine_rewards
-from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences
+from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences, tokenizer_of
 from troll_lab.trl.critic import Critic
 from troll_lab.trl.estimators import TokenAdvantages, token_advantages
 from troll_lab.trl.resampling import equal_groups

@@ -12,7 +12,7 @@ from troll.trl.own_settings import number, parse
 from troll.trust_region.checks import check_choice
 from troll_lab.trl.estimators import LabEstimator
 
-#: The range of each number, a key of `troll.trl.own_settings.RANGES`.
+#: The range of each number, a key of `troll.trl.ranges.RANGES`.
 NUMBERS: dict[str, tuple[str, ...]] = {
     "finite and at least 0": ("eval_temperature",),
     "in [0, 1]": ("resampling_right_share",),

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from troll.trl.checks import tokenizer_of
-from troll.trl.seam import add_metrics
+from troll.trl.anchor import RolloutAnchor
+from troll.trl.seam import add_metrics, tokenizer_of
 from troll_lab.trl import seam
 
 #: The key under which a rollout function returns, for each prompt, the conversations before the last one.
@@ -209,7 +209,7 @@ def _refuse(trainer: Any, images: bool) -> None:
             "are those of one completion's tokens; choose group, rloo, reinforce_plus_plus or "
             "reinforce_plus_plus_baseline"
         )
-    if trainer.anchor is not None:
+    if isinstance(trainer.old_policy, RolloutAnchor):
         raise ValueError(
             f'anchor="rollout" takes no {EARLIER} of rollout_func: an engine reports its policy for the last '
             'conversations only; choose anchor="old"'

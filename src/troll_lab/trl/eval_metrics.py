@@ -17,7 +17,7 @@ from torch import Tensor
 from troll.grading import Grader, Verdict, completion_text
 from troll.trl.ungraded import UngradedFilter
 from troll_lab.evaluation.estimators import task_estimates
-from troll_lab.trl.seam import get_callable_name, start_table
+from troll_lab.trl import seam
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
@@ -130,39 +130,36 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
     if temperature is None:
         yield
         return
-    owner, name = (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
-    before: Any = getattr(owner, name)
-    value: Any = temperature
-    if not trainer.use_vllm:
-        value = copy.deepcopy(before)
-        value.update(
-            **({"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": float(temperature)})
-        )
-    setattr(owner, name, value)
-    try:
+    if trainer.use_vllm:
+        with seam.replaced(trainer.vllm_generation, temperature=temperature):
+            yield
+        return
+    config = copy.deepcopy(trainer.generation_config)
+    greedy = temperature == 0
+    config.update(**({"do_sample": False} if greedy else {"do_sample": True, "temperature": float(temperature)}))
+    with seam.replaced(trainer, generation_config=config):
         yield
-    finally:
-        setattr(owner, name, before)
 
 
-def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Any:
-    """Makes a copy of a trainer that evaluates by the rewards of another task.
+@contextmanager
+def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Iterator[None]:
+    """A context in which a trainer evaluates by the rewards of another task.
 
-    The copy shares the model, the state, the callbacks and the log with the trainer. The trainer's table of completions
-    does not show the copy's completions, since a step has only one table.
+    The trainer's table of completions does not show those of the context, since a step has only one table.
 
     Args:
         trainer: The `LabTrainer`.
         reward_funcs: The other task's reward functions; reward models are not taken.
         reward_weights: One weight for each; None for 1.0.
     """
-    names = [get_callable_name(reward) for reward in reward_funcs]
-    judge = copy.copy(trainer)
-    judge.reward_funcs, judge.reward_func_names = list(reward_funcs), names
-    judge.reward_processing_classes = [None] * len(names)
-    judge.reward_weights = torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights))
-    judge.eval_metrics = EvalMetrics(reward_funcs, names)
-    judge.ungraded = UngradedFilter(trainer.accelerator, reward_funcs)
-    judge.log_completions = False
-    start_table(judge)
-    return judge
+    names = [seam.get_callable_name(reward) for reward in reward_funcs]
+    rewards = {
+        "reward_funcs": list(reward_funcs),
+        "reward_func_names": names,
+        "reward_processing_classes": [None] * len(names),
+        "reward_weights": torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights)),
+        "eval_metrics": EvalMetrics(reward_funcs, names),
+        "ungraded": UngradedFilter(trainer.accelerator, reward_funcs),
+    }
+    with seam.replaced(trainer, **rewards), seam.without_table(trainer):
+        yield

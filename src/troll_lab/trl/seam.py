@@ -149,7 +149,7 @@ def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
         for name, value in extra.items():
             trainer._pending_extra_logs[name].append(value)
     output, rewards = tuple(completions.output), completions.rewards
-    with _replaced(trainer, _generate=lambda *_: output, _calculate_rewards=lambda *_: rewards):
+    with replaced(trainer, _generate=lambda *_: output, _calculate_rewards=lambda *_: rewards):
         yield
 
 
@@ -162,7 +162,7 @@ def generating_within(trainer: Any, context: Callable[[], AbstractContextManager
         with context():
             return generate(*args)
 
-    with _replaced(trainer, _generate=within):
+    with replaced(trainer, _generate=within):
         yield
 
 
@@ -170,20 +170,21 @@ def generating_within(trainer: Any, context: Callable[[], AbstractContextManager
 def generated(trainer: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
     """A context in which TRL uses the result of `change` instead of the result of `_generate`."""
     generate = trainer._generate
-    with _replaced(trainer, _generate=lambda *args: change(generate(*args))):
+    with replaced(trainer, _generate=lambda *args: change(generate(*args))):
         yield
 
 
 @contextmanager
-def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
-    vars(trainer).update(methods)
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replaces attributes of an instance within the context, among them methods."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
     try:
         yield
     finally:
-        for name in methods:
-            del vars(trainer)[name]
-        vars(trainer).update(before)
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 def evaluation_order(trainer: Any, dataset: Any) -> list[int]:
@@ -206,10 +207,13 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
     trainer._push_from_checkpoint(str(checkpoint))
 
 
-def start_table(trainer: Any) -> None:
-    """Gives a trainer its own empty table of completions."""
+@contextmanager
+def without_table(trainer: Any) -> Iterator[None]:
+    """Keeps completions generated within the context out of the trainer's table of completions."""
     logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
-    trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
+    logs |= {"rewards": defaultdict(list), "extra": defaultdict(list)}
+    with replaced(trainer, _logs=logs, log_completions=False):
+        yield
 
 
 get_callable_name = utils.get_callable_name

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from troll.trl import TrollTrainer, checks
-from troll.trl.anchor import RolloutAnchor
+from troll.trl.micro_batch import OldPolicy
 from troll_lab.trl import seam
 from troll_lab.trl.advantages import make_critic, train_critic, with_critic, with_token_rewards
 from troll_lab.trl.callback import LabCallback
@@ -70,11 +70,12 @@ class LabTrainer(TrollTrainer):
 
     # The rollout
 
-    def _make_anchor(self) -> RolloutAnchor | None:
+    def _make_old_policy(self) -> OldPolicy:
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
-        return None if self.args.rollout_delay else super()._make_anchor()
+        return OldPolicy(self) if self.args.rollout_delay else super()._make_old_policy()
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Overrides the parent: by older weights, with equal groups replaced, or of several conversations."""
         with ExitStack() as stack:
             if self.rollout_func is not None:
                 stack.enter_context(self.conversations.rollout(self, inputs[0]))
@@ -88,6 +89,7 @@ class LabTrainer(TrollTrainer):
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
+        """Overrides the parent: keeps the completions for rewards of tokens, and the verdicts of an evaluation."""
         last = completion_ids_list[: len(prompts)]  # earlier conversations follow
         rewards = super()._calculate_rewards(inputs, prompts, completions, last)
         if self.model.training:
@@ -98,6 +100,7 @@ class LabTrainer(TrollTrainer):
         return rewards
 
     def _advantages(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """Overrides the parent: by the critic, or by rewards of tokens."""
         estimator = self.args.own_estimator
         if self.critic is not None:
             return with_critic(self, self.critic, rolled_out)
@@ -120,6 +123,7 @@ class LabTrainer(TrollTrainer):
     # The update
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Overrides the parent: trains the critic on the same micro-batch."""
         if self.model.training and self.critic is not None:
             train_critic(self.critic, inputs)
         return super()._compute_loss(model, inputs)

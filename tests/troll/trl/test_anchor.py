@@ -20,6 +20,7 @@ from tests.troll.trl.tiny import logged
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
     EngineTopLogprobs,
+    RolloutAnchor,
     allow_log_probs,
     check_engine,
     check_rollout_source,
@@ -291,9 +292,10 @@ def test_the_first_update_is_off_policy_too(anchored):
 def test_tokens_that_the_engine_does_not_know_are_not_trained_on(anchored):
     trainer = anchored(Engine(unknown=3))
     inputs = tiny.rollout(trainer)
-    assert trainer.anchor is not None and trainer.anchor.reports.log_probs(torch.tensor([0])).tolist() == [0.0]
+    assert isinstance(trainer.old_policy, RolloutAnchor)
+    assert trainer.old_policy.reports.log_probs(torch.tensor([0])).tolist() == [0.0]
     with pytest.raises(IndexError):  # the tables do not outlive the rollout
-        trainer.anchor.reports.log_probs(torch.tensor([1]))
+        trainer.old_policy.reports.log_probs(torch.tensor([1]))
     for batch in inputs:
         mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
         assert mask.sum() < batch["completion_mask"].sum()

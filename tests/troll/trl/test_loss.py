@@ -245,14 +245,14 @@ def test_a_rollout_starts_at_ratio_one(make, monkeypatch, top_k):
     """Up to rounding, however much of the mass is outside the support."""
     trainer = make(support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
     inputs = tiny.rollout(trainer)[0]
-    terms: list[Any] = []
-    monkeypatch.setattr(trainer, "_observe", lambda tokens, made, *_: terms.append(made))
+    steps: list[Any] = []
+    monkeypatch.setattr(trainer.monitor, "observe", lambda step, *_: steps.append(step))
     loss, _ = tiny.loss_and_gradients(trainer, inputs)  # the weights have not moved
     mask = dense.scored_mask(inputs)
     with torch.no_grad():
         total = dense.completion_logits(trainer.model, inputs, 1.0).logsumexp(-1)[mask]
     size = torch.stack([total, inputs["old_per_token_logps"][mask].double()]).abs().amax(0).clamp(min=1)
-    (made,) = terms
-    assert float((made.log_ratio.abs() / size).max()) <= 4 * 2**-23
-    assert not made.step.projected.any()
+    (step,) = steps
+    assert float((step.log_ratio.abs() / size).max()) <= 4 * 2**-23
+    assert not step.projected.any()
     assert loss == pytest.approx(-inputs["advantages"].mean().item(), rel=1e-5, abs=1e-6)

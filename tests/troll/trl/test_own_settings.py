@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import pytest
 
-from troll.trl.own_settings import RANGES, number, parse
+from troll.trl.own_settings import number, parse
+from troll.trl.ranges import RANGES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tests.troll.trl import dense, tiny
 from tests.troll.trl.distributed_worker import SameRollouts
 from tests.troll.trl.resuming import SETTINGS as RESUMED
 from tests.troll.trl.resuming import interrupted, resumed_exactly
-from troll.trl import TrollConfig, TrollTrainer, old_policy, seam
+from troll.trl import TrollConfig, TrollTrainer, micro_batch, seam
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
@@ -122,7 +122,7 @@ ON_POLICY: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", ON_POLICY, ids=str)
 def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, settings):
-    monkeypatch.setattr(old_policy, "capture_tokens", lambda *_, **__: pytest.fail("the old policy was captured"))
+    monkeypatch.setattr(micro_batch, "capture_tokens", lambda *_, **__: pytest.fail("the old policy was captured"))
     with pytest.warns(UserWarning, match="every update is on-policy") as caught:
         ours = make(kl_bound=1e-6, beta=0.1, **settings)
     (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
@@ -175,7 +175,7 @@ def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeyp
     original = GRPOTrainer._generate_and_score_completions
 
     def without_scoring(self: Any, inputs: Any) -> dict[str, Any]:
-        self.old_policy.claim_scoring()
+        self.old_policy.expects_scoring = False
         return original(self, inputs)
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
@@ -302,13 +302,13 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
 
 def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     captures = []
-    original = old_policy.capture_tokens
+    original = micro_batch.capture_tokens
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         captures.append(trainer.model.training)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(old_policy, "capture_tokens", spy)
+    monkeypatch.setattr(micro_batch, "capture_tokens", spy)
     trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=1, do_eval=True)
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -19,9 +19,9 @@ from tests.troll.trl import tiny
 from tests.troll.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from troll.grading import Grader, Verdict
-from troll.trl import complete, generation
+from troll.trl import complete, sampling
 from troll.trl.estimators import ESTIMATORS
-from troll.trl.old_policy import OLD_POLICY
+from troll.trl.micro_batch import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll_lab.trl.conversations import Conversation, completion_metrics, read
 
@@ -392,8 +392,8 @@ def test_complete_asks_about_equally_many_prompts_on_all_processes(make, monkeyp
         asked.append(prompts)
         return [[7] * len(prompt) for prompt in prompts], [[0.5] * len(prompt) for prompt in prompts]
 
-    monkeypatch.setattr(generation.seam, "completions", completions)
-    monkeypatch.setattr(generation, "gather_object", lambda counts: [*counts, 2])
+    monkeypatch.setattr(sampling.seam, "completions", completions)
+    monkeypatch.setattr(sampling, "gather_object", lambda counts: [*counts, 2])
     assert complete(trainer, [[5, 6, 7]]) == ([[7, 7, 7]], [[0.5, 0.5, 0.5]])
     assert complete(trainer, []) == ([], [])
     assert list(map(len, asked)) == [2, 2]

@@ -171,7 +171,11 @@ def test_another_task_is_judged_by_its_own_rewards(make):
     swapped = "reward_funcs reward_func_names reward_processing_classes reward_weights eval_metrics ungraded _logs"
     before = {name: vars(trainer)[name] for name in [*swapped.split(), "log_completions"]}
     rows = tiny.make_dataset(4).add_column("color", list("abcd"))
-    metrics = judged_by(trainer, [success, more], [1.0, 0.5]).evaluate(rows, metric_key_prefix="eval_colors")
+    with judged_by(trainer, [success, more], [1.0, 0.5]):
+        metrics = trainer.evaluate(rows, metric_key_prefix="eval_colors")
+    assert [name for name, value in before.items() if vars(trainer)[name] is not value] == []
+    with pytest.raises(KeyError), judged_by(trainer, [success], None):
+        raise KeyError
     assert [name for name, value in before.items() if vars(trainer)[name] is not value] == []
     assert not trainer._logs["prompt"]
     assert not [*Path(trainer.args.output_dir).glob("completions/*")]

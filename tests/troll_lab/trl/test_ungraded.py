@@ -88,8 +88,10 @@ def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
 def test_another_task_is_judged_by_its_own_functions(make):
     held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
     trainer = make_one(make, reward_funcs=[form, Sometimes()], eval_strategy="steps", eval_steps=2, **held_out)
-    assert "eval_rewards/unscored" not in judged_by(trainer, [shy], None).evaluate()
-    assert judged_by(trainer, [Never()], None).evaluate()["eval_rewards/unscored"] == 1.0
+    with judged_by(trainer, [shy], None):
+        assert "eval_rewards/unscored" not in trainer.evaluate()
+    with judged_by(trainer, [Never()], None):
+        assert trainer.evaluate()["eval_rewards/unscored"] == 1.0
     assert 0 < trainer.evaluate()["eval_rewards/unscored"] < 1
 
 

@@ -6,7 +6,7 @@ of a configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -59,6 +59,11 @@ def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> S
     return Scores(*GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, ids, mask, length, **asked, **images))
 
 
+def tokenizer_of(trainer: Any) -> Any:
+    """The trainer's tokenizer; that of its processor, where it has images."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
 def prompt_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
     """Token ids of text prompts, as TRL passes them to generation."""
     return trainer._tokenize_prompts(prompts)[0]
@@ -104,21 +109,6 @@ def restricted(accelerator: Accelerator, rolled_out: dict[str, Any], kept: Tenso
     rolled_out = rolled_out | {"tool_mask": mask * kept}
     tokens = accelerator.reduce(loss_mask(rolled_out).sum(), reduction="sum")
     return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
-
-
-def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
-    """Wraps a function so that TRL's scoring can call it instead of a model.
-
-    Args:
-        read: A function of `labels` (B, L) and the arguments of the model's forward that returns the scores of the
-            labels, of which TRL uses the last T of each row.
-    """
-
-    def forward(*, fused_lm_head: bool, **inputs: Any) -> utils.FusedCausalLMOutput:
-        scores = read(**inputs)
-        return utils.FusedCausalLMOutput(log_probs=scores.log_probs, entropy=scores.entropies, aux_loss=scores.aux_loss)
-
-    return forward
 
 
 def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
@@ -286,4 +276,5 @@ def _load_and_pack(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
+FusedCausalLMOutput = utils.FusedCausalLMOutput
 get_config_model_id = utils.get_config_model_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -47,8 +48,8 @@ class LogitsSource(ABC):
 
     def with_tensors(self, *tensors: Tensor | None) -> LogitsSource:
         """The same source with other `tensors`; None in place of a tensor keeps only the settings."""
-        other = object.__new__(type(self))  # without checks, since a tensor may be None
-        vars(other).update(vars(self), **dict(zip(self.tensor_names, tensors, strict=True)))
+        other = copy.copy(self)  # not a new source, whose checks refuse None
+        vars(other).update(zip(self.tensor_names, tensors, strict=True))  # a dataclass may be frozen
         return other
 
     def at(self, positions: Tensor) -> LogitsSource:
