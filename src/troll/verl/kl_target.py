@@ -50,7 +50,7 @@ def sums_of(step: TrustRegionStep, mask: Tensor, advantages: Tensor, data: Tenso
     return Tally(totals, minima=minima, counts={"teaching": teaching.to(step.entropy)})
 
 
-def _sums_over_tokens(values: Tensor) -> Tensor:
+def _sums_over_tokens(values: Any) -> Tensor:
     """The sums of nested values (B, T), (B,), without a wait for the device."""
     tokens, lengths = values.values(), values.offsets().diff()
     sequence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths, output_size=len(tokens))

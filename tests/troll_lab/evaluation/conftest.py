@@ -53,7 +53,7 @@ class LastCharacter(Grader):
 def register(monkeypatch: pytest.MonkeyPatch, name: str, rewards: list[Any], **columns: list[Any]) -> TaskConfig:
     """A task with these rows, in place of one of that name."""
     rows = Dataset.from_dict(columns)
-    entry = registry.Registration(name, lambda config, argument: Task(name, rows, rows, rewards), trains=True)
+    entry = registry.Registration(name, lambda config, argument: Task(name, rows, rows, rewards), trains=True, about="")
     monkeypatch.setitem(registry._LOADERS, name, entry)
     return TaskConfig(name)
 
