@@ -14,13 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from troll_lab.tasks import TaskConfig, load_task
-from troll_lab.terminal import run_command, silence_libraries
+from troll_lab.tasks import TaskConfig, TaskError, load_task
 
 
-def main() -> int:
-    """Writes both files, and returns the exit code."""
-    silence_libraries()
+def main() -> None:
+    """Writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task")
     parser.add_argument("folder", type=Path)
@@ -46,8 +44,10 @@ def main() -> int:
         path = arguments.folder / f"{name}.parquet"
         rows.map(to_verl, with_indices=True, remove_columns=gold).to_parquet(path)
         print(f"{path}: {len(rows)} rows")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, "tasks"))
+    try:
+        main()
+    except TaskError as error:
+        sys.exit(f"prepare.py: {error}")

@@ -257,29 +257,23 @@ def test_slurm_starts_ray_on_all_machines_and_the_script_on_the_first(tmp_path: 
     )
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Runs `prepare.py`, and returns its exit code."""
+def prepare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Runs `prepare.py`."""
     monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(FOLDER / "prepare.py"), run_name="__main__")
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+    runpy.run_path(str(FOLDER / "prepare.py"), run_name="__main__")
 
 
-def test_prepare_reads_local_data_in_place_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_reads_local_data_in_place_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = tmp_path / "local.jsonl"
     rows = [{"question": f"What is {number} + 1?", "answer": f"Add. #### {number + 1}"} for number in range(8)]
     local.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--dataset_path", str(local), "--eval_size", "2"]
-    assert prepared(monkeypatch, "gsm8k", str(tmp_path / "data"), *options) == 0
+    prepare(monkeypatch, "gsm8k", str(tmp_path / "data"), *options)
     found = {name: read_table(tmp_path / "data" / f"{name}.parquet").to_pylist() for name in ("train", "test")}
     assert [row["reward_model"]["ground_truth"] for row in found["train"]] == [str(number + 1) for number in range(6)]
     assert len(found["test"]) == 2
-    assert prepared(monkeypatch, "gsm8k", str(tmp_path / "data"), "--dataset_path", str(tmp_path / "none.jsonl")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("troll: error: ") and "none.jsonl" in line
+    with pytest.raises(SystemExit, match=r"^prepare.py: .*none.jsonl"):
+        prepare(monkeypatch, "gsm8k", str(tmp_path / "data"), "--dataset_path", str(tmp_path / "none.jsonl"))
 
 
 def test_rows_have_verls_columns_and_their_gold_answers_score(
@@ -287,7 +281,7 @@ def test_rows_have_verls_columns_and_their_gold_answers_score(
 ) -> None:
     """What `prepare.py` writes is graded by the rewards that the scripts name."""
     task = FOLDER.parent / "tasks" / "geometry.yaml"
-    assert prepared(monkeypatch, str(task), str(tmp_path), "--eval_size", "2") == 0
+    prepare(monkeypatch, str(task), str(tmp_path), "--eval_size", "2")
     assert "train.parquet" in capsys.readouterr().out
     for name in ("train", "test"):
         rows = read_table(tmp_path / f"{name}.parquet").to_pylist()

@@ -158,7 +158,7 @@ def test_a_cell_tells_of_the_runs_that_failed(folder: Path) -> None:
     page = Page(write_comparison([folder], folder))
     assert "68.0 ± 14.1 (2 of 3)" in page.text
     assert "65.0 ± 7.1 (2)" in page.text
-    assert "of planned ones if some runs have not finished" in page.text
+    assert "of planned seeds if some runs have not finished" in page.text
     assert "late is left out: it is not started" in page.text
 
 
