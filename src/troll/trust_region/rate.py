@@ -34,6 +34,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 #: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
 #: The search begins at this part of `learning_rate`, and stays within this factor of it.
@@ -366,3 +369,15 @@ class KLTarget:
         if name not in self._state.warned:
             self._state.warned.append(name)
             self._warn(message)
+
+
+def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
+    """Sets the learning rate of each parameter group, in place where it is a tensor.
+
+    Compiled, captured and torchao's optimisers have tensors, which a number would not replace.
+    """
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from troll.trust_region.metrics import Tally, masked_total
-from troll.trust_region.rate import KLTarget
+from troll.trust_region.rate import KLTarget, set_rates
 from troll.trust_region.step import TrustRegionStep
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -69,7 +69,7 @@ class KLTargetScheduler:
         warns: Whether this process logs warnings.
 
     Raises:
-        ValueError: If the scheduler is no `LambdaLR`.
+        ValueError: If the scheduler is not a `LambdaLR`.
     """
 
     def __init__(self, scheduler: Any, settings: TrollPolicyLossConfig, *, warns: bool = True) -> None:
@@ -153,9 +153,5 @@ class KLTargetScheduler:
         """Writes the rates into the optimiser, and returns them."""
         # In the controller's order, whose walk is the sum of these.
         rates = [self._target.rate * (float(rate) / self._base) for rate in self._scheduler.get_last_lr()]
-        for group, rate in zip(self._scheduler.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor):  # as torchao's optimisers have it
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        set_rates(self._scheduler.optimizer, rates)
         return rates

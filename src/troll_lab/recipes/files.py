@@ -55,10 +55,11 @@ def read(name_or_path: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     Raises:
         RecipeError: If the recipe or a field is unknown, or the file is not a recipe.
     """
-    return _read(find(name_or_path), ())
+    return read_file(find(name_or_path))
 
 
-def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """As `read`, for the file of a recipe that the files `below` extend."""
     if path.resolve() in below:
         raise RecipeError(f"{path} extends itself")
     try:
@@ -68,7 +69,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     settings: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
     if "extends" in own:
-        settings, grid = _read(_extended(path, own.pop("extends")), (*below, path.resolve()))
+        settings, grid = read_file(_extended(path, own.pop("extends")), (*below, path.resolve()))
     axes = own.pop("grid", {})
     if not isinstance(axes, dict) or not all(isinstance(values, list) and values for values in axes.values()):
         raise RecipeError(f"{path}: grid must hold 'field: [value, value, ...]' lines, got {axes!r}")

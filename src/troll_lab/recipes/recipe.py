@@ -29,7 +29,7 @@ from troll_lab.recipes.fields import (
     field_of,
     parse,
 )
-from troll_lab.recipes.files import FOLDER, find, left_by, load_plugins, name_of, read
+from troll_lab.recipes.files import FOLDER, find, left_by, load_plugins, name_of, read_file
 from troll_lab.tasks import TaskConfig
 from troll_lab.terminal import first_sentence
 from troll_lab.trl import LabConfig
@@ -75,7 +75,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             point of a grid, or they ask for vLLM where it is not installed.
     """
     path = find(name_or_path)
-    below, grid = read(name_or_path)
+    below, grid = read_file(path)
     above = split(overrides)
     loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
     settings = _combined(below, above)
@@ -84,7 +84,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         _refuse_half_precision(path, settings, above)
     task, training, model = parse(settings, above.words)
     _check_surrogate(path, training, loaded)
-    _refuse_open_grid(name_or_path, grid, training, above)
+    _refuse_open_grid(name_or_path, path, grid, training, above)
     notes = [
         _fit_to_rollouts(path, training, settings, above),
         _slow_here(path, training) if here else None,
@@ -128,14 +128,16 @@ def _check_surrogate(path: Path, training: LabConfig, loaded: Collection[str]) -
         raise RecipeError(f"{path}: surrogate {training.surrogate!r} comes from {plugin}: add that to `plugins`")
 
 
-def _refuse_open_grid(given: str, grid: Mapping[str, list[Any]], training: LabConfig, above: Overrides) -> None:
+def _refuse_open_grid(
+    given: str, path: Path, grid: Mapping[str, list[Any]], training: LabConfig, above: Overrides
+) -> None:
     """Refuses a grid of which the command does not pick one point."""
     # A grid over the own settings of another surrogate is not open: this surrogate does not read them.
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
     picked = above.fields | above.inner.keys() | {name for name in unread if field_of(name) == "surrogate_kwargs"}
     if open_axes := [name for name in grid if name not in picked]:
         raise RecipeError(
-            f"{name_of(find(given))} is a grid over {', '.join(open_axes)}: run it with troll compare {given}, or give "
+            f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {given}, or give "
             f"each one value, as in --{open_axes[0]} {grid[open_axes[0]][0]}"
         )
 

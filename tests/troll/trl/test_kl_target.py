@@ -12,6 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import TrainerCallback, get_scheduler
 
+from tests.troll.ages import kept_ages
 from tests.troll.trl import tiny
 from tests.troll.trl.resuming import forget, interrupted, resumed_exactly
 from tests.troll.trl.test_ungraded import InTurn
@@ -48,19 +49,6 @@ def run(make: Any, *trainer_class: type, **settings: Any) -> tuple[Any, Keep]:
     trainer = keep.trainer = make(*trainer_class, callbacks=[keep], **{**TARGET, **settings})
     trainer.train()
     return trainer, keep
-
-
-def kept_ages(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The ages of the updates that follow, as the controller is told them."""
-    ages: list[float] = []
-    update = KLTarget.update
-
-    def kept(self: KLTarget, kl: float, age: float, **rest: Any) -> float:
-        ages.append(age)
-        return update(self, kl, age, **rest)
-
-    monkeypatch.setattr(KLTarget, "update", kept)
-    return ages
 
 
 def groups(model: Any, *rates: float) -> AdamW:

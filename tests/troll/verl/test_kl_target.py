@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from tests.troll.ages import kept_ages
 from tests.troll.verl.actor import ACTOR, Actor, as_batch, captured, nested, policy_loss, rollout, trolled
 from tests.troll.verl.worker import CASES
 from troll import KLTarget
@@ -127,19 +128,6 @@ def test_the_rate_follows_with_every_kind_of_trust_region(follow: Any, kind: str
     rates = metrics["trust_region/kl_target/rate"]
     assert run.rates == rates and rates[0] == pytest.approx(FOUND / 100) and rates[5] > 10 * rates[0]
     assert run.state["levels"]["entropy"][2] == 6
-
-
-def kept_ages(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The ages of the updates that follow, as the controller is told them."""
-    ages: list[float] = []
-    update = KLTarget.update
-
-    def kept(self: KLTarget, kl: float, age: float, **rest: Any) -> float:
-        ages.append(age)
-        return update(self, kl, age, **rest)
-
-    monkeypatch.setattr(KLTarget, "update", kept)
-    return ages
 
 
 def test_the_age_counts_updates_since_the_weights_were_sent(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.troll.trl.test_kl_target import kept_ages, run, walk
+from tests.troll.ages import kept_ages
+from tests.troll.trl.test_kl_target import run, walk
 from troll_lab.trl import LabConfig, LabTrainer
 
 

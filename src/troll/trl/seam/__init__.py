@@ -22,6 +22,7 @@ from trl import GRPOTrainer
 from trl.trainer import utils
 
 from troll.trl.seam.needed import MODEL_INPUTS, check
+from troll.trust_region.rate import set_rates
 
 check()
 
@@ -166,11 +167,7 @@ def write_rates(scheduler: LambdaLR) -> None:
     """Writes the learning rates of a scheduler's current step into the optimiser, as `scheduler.step()` would."""
     functions = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [base * function(scheduler.last_epoch) for base, function in functions]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):  # of a compiled or captured optimiser
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+    set_rates(scheduler.optimizer, rates)
     scheduler._last_lr = rates
 
 
