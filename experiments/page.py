@@ -7,8 +7,8 @@ A template is a page's prose. Between double braces stands what the data fill in
 `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept and learned;
 `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any;
 `{{second TABLE}}`, the runs of a regime of the second part, and `{{second hypotheses}}`;
-`{{third TABLE}}`, the runs of a regime of the third part, `{{third hypotheses}}`, `{{third predictions}}` and
-`{{third laws}}`; and within a sentence `{{third size}}`, how many of its runs there are,
+`{{third TABLE}}`, the runs of a regime of the third part, `{{third hypotheses}}`, `{{third dial}}`,
+`{{third predictions}}` and `{{third laws}}`; and within a sentence `{{third size}}`, how many of its runs there are,
 `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
 rates or, with ` @ RATE`, at one. In the second part a regime is a table's name, and methods are the keys of
 `second.METHODS`.
@@ -96,7 +96,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     Raises:
         ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
     """
-    first = {name: results for name, results in rows.items() if name not in {**second.REGIMES, **third.REGIMES}}
+    first = {
+        name: results for name, results in rows.items() if name not in {*second.REGIMES, *third.REGIMES, third.DIAL}
+    }
     primary = primary_sections(first, folder)
     contests = {name: second_analysis.contest(name, rows.get(name, ())) for name in second.REGIMES}
     targeted = {name: third_analysis.contest(name, rows.get(name, ())) for name in third.REGIMES}
@@ -118,6 +120,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         "tabular": lambda: [tables.tabular(_measured(folder, "tabular-cpu").get("rows", []))],
         "second hypotheses": lambda: [tables.second_hypotheses(contests)],
         "third hypotheses": lambda: [tables.third_hypotheses(targeted)],
+        "third dial": lambda: [tables.third_dial(third_analysis.dials(targeted["third-a"], rows.get(third.DIAL, ())))],
         "third predictions": lambda: [tables.third_predictions(contests)],
         "third laws": lambda: [tables.third_laws(contests)],
         "signal": lambda: [tables.signal(_measured(folder, "signal"))],
@@ -148,7 +151,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         if kind == "second" and name in second.REGIMES:
             return _block(key, [tables.second_runs(contests[name]), tables.second_tuning(name, rows.get(name, ()))])
         if kind == "third" and name in third.REGIMES:
-            return _block(key, [tables.third_runs(targeted[name], contests[third.REGIMES[name].table])])
+            former = contests.get(third.FORMER.get(name, ""))
+            return _block(key, [tables.third_runs(targeted[name], former)])
         if key == "third size":
             return tables.third_size(targeted.values())
         if kind == "kept" and name in REGIMES:

@@ -279,7 +279,7 @@ def second_hypotheses(contests: Mapping[str, Contest]) -> str:
 
 
 def third_hypotheses(contests: Mapping[str, third_analysis.Contest]) -> str:
-    """K1 and K2 of the third part: the pooled difference, the methods', and the verdict, in each regime and overall."""
+    """K1 to K3 of the third part: the pooled difference, the methods', and the verdict, in each regime and overall."""
     found = third_analysis.hypotheses(contests.values())
     methods = list(next(iter(contests.values())).regime.methods)
     head = ["hypothesis", "regime", "seeds", "all methods", *(second.METHODS[each].name for each in methods), "p"]
@@ -297,7 +297,7 @@ def third_hypotheses(contests: Mapping[str, third_analysis.Contest]) -> str:
     ]
     rows += [
         [name, "(a) and (b)", *[NOTHING] * (len(methods) + 3), third_analysis.overall(name, found)]
-        for name in dict.fromkeys(each.name for each in found)
+        for name in ("K1", "K2")
     ]
     return table([*head, "verdict"], rows)
 
@@ -308,31 +308,45 @@ def third_size(contests: Iterable[third_analysis.Contest]) -> str:
     return f"{sum(each.size for each in found)} of {sum(each.planned for each in found)} counted runs"
 
 
-def third_runs(found: third_analysis.Contest, former: Contest) -> str:
-    """Success of each method from both starts and at its constant rate, next to what was predicted, and the rates.
+def third_runs(found: third_analysis.Contest, former: Contest | None) -> str:
+    """Success of each method from each start and at its constant rate, next to what was predicted, and the rates.
 
     Args:
         found: The counted runs of a regime.
-        former: The second part's runs of the regime, from which the prediction is.
+        former: The second part's runs of the regime, from which the prediction is; None if it has none.
     """
     wanted = third.TARGET * predictions.LAWS[predictions.LAW](found.regime.last_age)
     lines = []
     for method in found.regime.methods:
         arms = found.at(method)
-        low, high, constant = (list(found.runs[arm].values()) for arm in arms)
+        *starts, constant = (list(found.runs[arm].values()) for arm in arms)
+        line = [second.METHODS[method].name, *map(_cell, starts), _cell(constant), rate_text(arms[-1].rate)]
+        if former is not None:
+            line.append(_predicted(predictions.predict(found.table, method, wanted, former)))
+        lines.append([*line, *map(_late_rates, starts)])
+    names = [f"from {rate_text(start)}" for start in found.regime.starts]
+    head = ["", *names, "constant rate", "which", *(["predicted rate and success"] if former is not None else [])]
+    status = f"{found.size} of {found.planned} counted runs" + ("" if found.complete else "; interim")
+    return f"*{found.regime.name}: {status}.*\n\n{table([*head, *(f'rates {each}' for each in names)], lines)}"
+
+
+def third_dial(dials: Sequence[third_analysis.Dial]) -> str:
+    """Success over the target and over the constant rate, for seeds that have all values, and the best value."""
+    names = {"kl_target": "T", "learning_rate": "rate"}
+    factors = ["× 1/9", "× 1/3", "× 1", "× 3", "× 9"]
+    lines = []
+    for dial in dials:
+        values = list(dial.successes.values())
         lines.append(
             [
-                second.METHODS[method].name,
-                *(_cell(low), _cell(high), _cell(constant)),
-                f"{rate_text(arms[-1].rate)}",
-                _predicted(predictions.predict(found.table, method, wanted, former)),
-                *(_late_rates(runs) for runs in (low, high)),
+                second.METHODS[dial.method].name,
+                names[dial.setting],
+                str(len(values[0])),
+                *(percent(fmean(each)) if each else NOTHING for each in values),
+                NOTHING if dial.best is None else f"{dial.best:g}",
             ]
         )
-    starts = [f"from {rate_text(start)}" for start in third.STARTS]
-    head = ["", *starts, "constant rate", "which", "predicted rate and success", *(f"rates {each}" for each in starts)]
-    status = f"{found.size} of {found.planned} counted runs" + ("" if found.complete else "; interim")
-    return f"*{found.regime.name}: {status}.*\n\n{table(head, lines)}"
+    return table(["", "", "seeds", *factors, "best"], lines)
 
 
 def third_predictions(former: Mapping[str, Contest]) -> str:
@@ -342,8 +356,8 @@ def third_predictions(former: Mapping[str, Contest]) -> str:
         former: The second part's runs, by the name of its tables.
     """
     lines = []
-    for name, regime in third.REGIMES.items():
-        runs = former[regime.table]
+    for name, table_before in third.FORMER.items():
+        regime, runs = third.REGIMES[name], former[table_before]
         for target in predictions.TARGETS:
             wanted = target * predictions.LAWS[predictions.LAW](regime.last_age)
             losses = predictions.losses(name, wanted, runs)
@@ -352,10 +366,7 @@ def third_predictions(former: Mapping[str, Contest]) -> str:
                     regime.name.partition(" ")[0],
                     f"{target:g}",
                     f"{wanted:.2g}",
-                    *(
-                        _predicted(predictions.predict(name, method, wanted, former[regime.table]))
-                        for method in regime.methods
-                    ),
+                    *(_predicted(predictions.predict(name, method, wanted, runs)) for method in regime.methods),
                     _mean_loss(losses.values()),
                 ]
             )
@@ -375,14 +386,18 @@ def third_laws(former: Mapping[str, Contest]) -> str:
             f"T · {law}" if law != "1" else "T",
             f"{target:g}",
             *(
-                _mean_loss(predictions.losses(name, target * factor(regime.last_age), former[regime.table]).values())
-                for name, regime in third.REGIMES.items()
+                _mean_loss(
+                    predictions.losses(
+                        name, target * factor(third.REGIMES[name].last_age), former[table_before]
+                    ).values()
+                )
+                for name, table_before in third.FORMER.items()
             ),
         ]
         for law, factor in predictions.LAWS.items()
         for target in predictions.TARGETS
     ]
-    letters = [regime.name.partition(" ")[0] for regime in third.REGIMES.values()]
+    letters = [third.REGIMES[name].name.partition(" ")[0] for name in third.FORMER]
     return table(["KL of the last update", "T", *letters], lines)
 
 

@@ -6,7 +6,7 @@ Only the settings of its runs are here, so its page is made from rows alone. `th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from experiments import second
 from experiments.second import Changes
@@ -15,6 +15,8 @@ from experiments.second import Changes
 TARGET = 0.03
 #: The values of `learning_rate` with the target; the search begins at a hundredth of them.
 STARTS = (1e-6, 1e-2)
+#: What the target and the constant rate are multiplied by to see how wide each dial is, next to 1.
+FACTORS = (1 / 9, 1 / 3, 3.0, 9.0)
 
 
 @dataclass(frozen=True)
@@ -22,26 +24,29 @@ class Regime:
     """A regime, whose runs have a table of their own.
 
     Attributes:
-        table: The table of the second part's runs of the regime.
+        name: The name on the page.
+        recipe: The recipe of all its runs.
         updates: The updates on one rollout.
         staleness: The number of updates between the sampling of a rollout and its first update.
         seeds: The seeds of the counted runs.
         methods: The configuration of each method, by its key in `second.METHODS`, in the order of tables, with its
-            learning rate: those that the second part found best.
+            learning rate: those that the second part found best, or the recipe's.
+        changes: What all its runs change in the recipe.
+        starts: The values of `learning_rate` with the target.
+        former: The table of the second part's runs of the regime; None if it has none.
         gates: Whether the hypotheses are decided here.
     """
 
-    table: str
+    name: str
+    recipe: str
     updates: int
     staleness: int
     seeds: Sequence[int]
     methods: Mapping[str, tuple[Changes, float]]
+    changes: Changes = field(default_factory=dict)
+    starts: Sequence[float] = STARTS
+    former: str | None = None
     gates: bool = True
-
-    @property
-    def name(self) -> str:
-        """The name on the page."""
-        return second.REGIMES[self.table].name
 
     @property
     def last_age(self) -> int:
@@ -52,7 +57,8 @@ class Regime:
 #: The regimes by the names of their tables, in the order in which their runs are made.
 REGIMES = {
     "third-a": Regime(
-        "second-a",
+        second.REGIMES["second-a"].name,
+        second.REGIMES["second-a"].recipe,
         updates=8,
         staleness=0,
         seeds=range(40, 64),
@@ -62,9 +68,11 @@ REGIMES = {
             "penalty": ({"surrogate_kwargs.weight": "1"}, 1e-4),
             "clip": ({"epsilon": "0.2"}, 1e-4),
         },
+        former="second-a",
     ),
     "third-b": Regime(
-        "second-b",
+        second.REGIMES["second-b"].name,
+        second.REGIMES["second-b"].recipe,
         updates=32,
         staleness=0,
         seeds=range(40, 64),
@@ -74,9 +82,11 @@ REGIMES = {
             "penalty": ({"surrogate_kwargs.weight": "0.3"}, 1e-4),
             "clip": ({"epsilon": "0.2"}, 3e-5),
         },
+        former="second-b",
     ),
     "third-d": Regime(
-        "second-d",
+        second.REGIMES["second-d"].name,
+        second.REGIMES["second-d"].recipe,
         updates=8,
         staleness=128,
         seeds=range(40, 52),
@@ -86,20 +96,43 @@ REGIMES = {
             "penalty": ({"surrogate_kwargs.weight": "0.1"}, 1e-4),
             "clip": ({"epsilon": "0.2"}, 3e-5),
         },
+        changes=second.REGIMES["second-d"].changes,
+        former="second-d",
         gates=False,
+    ),
+    "third-smollm2": Regime(
+        "SmolLM2 with LoRA",
+        "smollm2-sums",
+        updates=8,
+        staleness=0,
+        seeds=range(3, 8),
+        methods={
+            "troll": ({"kl_bound": "0.05"}, 2e-4),
+            "penalty": ({"surrogate_kwargs.weight": "1"}, 2e-4),
+            "clip": ({"epsilon": "0.2"}, 2e-4),
+        },
+        changes={"model_name_or_path": "models/SmolLM2-135M-Instruct"},
+        starts=(1e-2,),
     ),
 }
 
-
+#: The table of the second part's runs of each regime that has some.
+FORMER = {name: regime.former for name, regime in REGIMES.items() if regime.former is not None}
 #: The table of the rival rule, which explores: its runs are those with a target in the first regime.
 RIVALS = "third-rivals"
-#: The regime of each table.
-TABLES = {**{name: name for name in REGIMES}, RIVALS: "third-a"}
+#: The table of targets and rates that are too low or too high, for the first seeds of the first regime.
+DIAL = "third-dial"
+#: The regime of each table, and the seeds of its runs.
+TABLES = {
+    **{name: (name, regime.seeds) for name, regime in REGIMES.items()},
+    RIVALS: ("third-a", REGIMES["third-a"].seeds),
+    DIAL: ("third-a", range(40, 48)),
+}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the twelve runs of a seed.
+    """One of the runs of a seed.
 
     Attributes:
         method: The method's key in `second.METHODS`.
@@ -114,15 +147,23 @@ class Arm:
 
 def arms(table: str) -> list[Arm]:
     """The runs of each seed of a table, in the order in which they are made."""
-    found = []
-    for method, (_, rate) in REGIMES[TABLES[table]].methods.items():
-        found += [Arm(method, start, TARGET) for start in STARTS]
-        found += [] if table == RIVALS else [Arm(method, rate, None)]
+    regime, found = REGIMES[TABLES[table][0]], []
+    for method, (_, rate) in regime.methods.items():
+        if table == DIAL:
+            found += [Arm(method, regime.starts[-1], rounded(TARGET * factor)) for factor in FACTORS]
+            found += [Arm(method, rounded(rate * factor), None) for factor in FACTORS]
+        else:
+            found += [Arm(method, start, TARGET) for start in regime.starts]
+            found += [] if table == RIVALS else [Arm(method, rate, None)]
     return found
 
 
-def settings_of(table: str, arm: Arm) -> dict[str, str | None]:
+def rounded(value: float) -> float:
+    """A setting with two digits, as it is given to a run."""
+    return float(f"{value:.2g}")
+
+
+def settings_of(regime: Regime, arm: Arm) -> dict[str, str | None]:
     """What a row of a run has in each field that tells the runs of its surrogate apart; None where it must be empty."""
-    regime = REGIMES[table]
-    changes = {**second.settings_of(arm.method, regime.methods[arm.method][0]), **second.REGIMES[regime.table].changes}
+    changes = {**second.settings_of(arm.method, regime.methods[arm.method][0]), **regime.changes}
     return {**changes, "kl_target": None if arm.target is None else f"{arm.target:g}", "plugins": None}

@@ -11,7 +11,7 @@ from scipy import stats
 
 from experiments import second, third
 from experiments.inference import equivalence_p_value, holm
-from experiments.protocol import LEVEL, MARGIN
+from experiments.protocol import LEVEL, MARGIN, Phase
 from experiments.second_analysis import value_of
 from experiments.table import Result
 from experiments.third import Arm
@@ -57,24 +57,26 @@ class Contest:
         """Whether all runs of the protocol are there."""
         return self.size == self.planned
 
-    def at(self, method: str) -> tuple[Arm, Arm, Arm]:
-        """A method's arms: from the low start, from the high start, and at its constant rate."""
-        low, high, constant = (arm for arm in self.runs if arm.method == method)
-        return low, high, constant
+    def at(self, method: str) -> list[Arm]:
+        """A method's arms: from each start, the lowest first, and at its constant rate."""
+        return [arm for arm in self.runs if arm.method == method]
 
     def start_differences(self, methods: Iterable[str]) -> list[float]:
         """Success from the high start minus that from the low one, the mean over methods, for each complete seed."""
-        return self._differences(methods, lambda low, high, _: high - low)
+        return self._differences(methods, lambda starts, _: starts[-1] - starts[0])
 
     def control_differences(self, methods: Iterable[str]) -> list[float]:
         """Success with the target, the mean over starts, minus that at the constant rate; the mean over methods."""
-        return self._differences(methods, lambda low, high, constant: (low + high) / 2 - constant)
+        return self._differences(methods, lambda starts, constant: fmean(starts) - constant)
 
-    def _differences(self, methods: Iterable[str], difference: Callable[[float, float, float], float]) -> list[float]:
-        return [
-            fmean(difference(*(self.runs[arm][seed].success_after for arm in self.at(method))) for method in methods)
-            for seed in self.seeds
-        ]
+    def _differences(
+        self, methods: Iterable[str], difference: Callable[[Sequence[float], float], float]
+    ) -> list[float]:
+        def of(method: str, seed: int) -> float:
+            *starts, constant = (self.runs[arm][seed].success_after for arm in self.at(method))
+            return difference(starts, constant)
+
+        return [fmean(of(method, seed) for method in methods) for seed in self.seeds]
 
 
 def contest(table: str, rows: Sequence[Result]) -> Contest:
@@ -87,30 +89,40 @@ def contest(table: str, rows: Sequence[Result]) -> Contest:
     Raises:
         ValueError: If the protocol does not have a run.
     """
+    return Contest(table, runs_of(table, rows, "counted"))
+
+
+def runs_of(table: str, rows: Sequence[Result], phase: Phase) -> dict[Arm, dict[int, Result]]:
+    """The runs of a table by arm and seed, with every arm of the protocol.
+
+    Raises:
+        ValueError: If the protocol does not have a run.
+    """
+    name, seeds = third.TABLES[table]
     runs: dict[Arm, dict[int, Result]] = {arm: {} for arm in third.arms(table)}
     for row in rows:
-        arm = next((arm for arm in runs if _is_of(row, table, arm)), None)
-        if arm is None or row.phase != "counted" or row.seed not in third.REGIMES[table].seeds:
+        arm = next((arm for arm in runs if _is_of(row, third.REGIMES[name], arm)), None)
+        if arm is None or row.phase != phase or row.seed not in seeds:
             raise ValueError(
                 f"{table}: the protocol has no {row.phase} run of {row.surrogate} at {row.learning_rate:g} with seed "
                 f"{row.seed} and these settings"
             )
         runs[arm][row.seed] = row
-    return Contest(table, runs)
+    return runs
 
 
-def _is_of(row: Result, table: str, arm: Arm) -> bool:
+def _is_of(row: Result, regime: third.Regime, arm: Arm) -> bool:
     named = dict(row.settings)
     return (row.regime, row.surrogate, row.learning_rate) == (
-        second.REGIMES[third.REGIMES[table].table].recipe,
+        regime.recipe,
         second.METHODS[arm.method].surrogate,
         arm.rate,
-    ) and all(value_of(named.get(name)) == value_of(value) for name, value in third.settings_of(table, arm).items())
+    ) and all(value_of(named.get(name)) == value_of(value) for name, value in third.settings_of(regime, arm).items())
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """K1 or K2 in one regime.
+    """One of K1 to K3 in one regime.
 
     Attributes:
         name: Its name in `docs/study/study.md`.
@@ -130,13 +142,13 @@ class Hypothesis:
 
 
 def hypotheses(contests: Iterable[Contest]) -> list[Hypothesis]:
-    """K1 and K2 of `docs/study/study.md`, in each regime."""
+    """K1 and K2 of `docs/study/study.md` in each regime of the second part, and K3 in the others."""
     found = []
     for one in contests:
-        found += [
-            _hypothesis("K1", one, one.start_differences, equal_within_margin),
-            _hypothesis("K2", one, one.control_differences, not_worse_than_margin),
-        ]
+        if one.regime.former:
+            found.append(_hypothesis("K1", one, one.start_differences, equal_within_margin))
+        name = "K2" if one.regime.former else "K3"
+        found.append(_hypothesis(name, one, one.control_differences, not_worse_than_margin))
     return found
 
 
@@ -172,7 +184,7 @@ def equal_within_margin(pooled: Sequence[float], single: Sequence[Sequence[float
 
 
 def not_worse_than_margin(pooled: Sequence[float], single: Sequence[Sequence[float]]) -> tuple[float, Verdict]:
-    """K2: a one-sided t test that the difference is above −5 points, and no method's mean is below it.
+    """K2 and K3: a one-sided t test that the difference is above −5 points, and no method's mean is below it.
 
     It is refuted if a t test shows that the difference is below, or with Holm's correction that of a method.
 
@@ -194,6 +206,51 @@ def overall(name: str, found: Iterable[Hypothesis]) -> Verdict:
     """The verdict on a hypothesis: it holds if it does in each regime that decides, and is refuted if it is in one."""
     verdicts = {each.verdict for each in found if each.name == name and third.REGIMES[each.table].gates}
     return "refuted" if "refuted" in verdicts else "holds" if verdicts == {"holds"} else "open"
+
+
+@dataclass(frozen=True)
+class Dial:
+    """What one method makes of a setting that is too low or too high.
+
+    Attributes:
+        method: The method's key in `second.METHODS`.
+        setting: `kl_target`, or `learning_rate` without it.
+        successes: The success of each seed by the value of the setting, in its order; for seeds that have all values.
+    """
+
+    method: str
+    setting: Literal["kl_target", "learning_rate"]
+    successes: Mapping[float, Sequence[float]]
+
+    @property
+    def best(self) -> float | None:
+        """The value with the highest mean; None without runs."""
+        means = {value: fmean(each) for value, each in self.successes.items() if each}
+        return max(means, key=means.__getitem__) if means else None
+
+
+def dials(regime: Contest, rows: Sequence[Result]) -> list[Dial]:
+    """K4 of `docs/study/study.md`: success over the target, and over the constant rate, for each method.
+
+    Args:
+        regime: The runs of the regime, which have the values in the middle.
+        rows: The runs with the other values.
+
+    Raises:
+        ValueError: If the protocol does not have a run.
+    """
+    runs, found = runs_of(third.DIAL, rows, "exploratory"), []
+    for method in regime.regime.methods:
+        *_, middle, constant = regime.at(method)
+        others = [arm for arm in runs if arm.method == method]
+        of_target = [middle, *(arm for arm in others if arm.target is not None)]
+        of_rate = [constant, *(arm for arm in others if arm.target is None)]
+        for setting, arms in (("kl_target", of_target), ("learning_rate", of_rate)):
+            by_value = {arm.target or arm.rate: {**regime.runs, **runs}[arm] for arm in arms}
+            seeds = sorted(set.intersection(*map(set, by_value.values())))
+            values = {value: [by_value[value][seed].success_after for seed in seeds] for value in sorted(by_value)}
+            found.append(Dial(method, setting, values))
+    return found
 
 
 def _above(differences: Sequence[float], bound: float) -> float:

@@ -21,7 +21,7 @@ def run(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tu
     """Makes the runs of a regime that its table lacks, one seed after the other, and adds each seed's when it is done.
 
     Args:
-        table: The table of the regime, which names it; made if it does not exist.
+        table: One of the third part's tables, by its name; made if it does not exist.
         seeds: The seeds, in the order of the runs; all of the table if there are none.
         output: The folder of the runs; each seed has a folder in it.
         jobs: The number of runs at once; None for the machine's default.
@@ -35,14 +35,14 @@ def run(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tu
     """
     if table.stem not in third.TABLES:
         raise ValueError(f"the third part's tables are {', '.join(third.TABLES)}, got {table.stem}")
-    known = third.REGIMES[third.TABLES[table.stem]].seeds
+    regime, known = third.TABLES[table.stem]
     if unknown := set(seeds) - set(known):
         raise ValueError(f"the seeds of {table.stem} are {known[0]} to {known[-1]}, got {min(unknown)}")
     rival, total = table.stem == third.RIVALS, 0
-    phase: Phase = "exploratory" if rival else "counted"
+    phase: Phase = "counted" if table.stem in third.REGIMES else "exploratory"
     command = shlex.join(["python", "-m", "experiments", "third", str(table)])
     for seed in seeds or known:
-        planned = [planned_run(third.TABLES[table.stem], arm, seed, rival) for arm in third.arms(table.stem)]
+        planned = [planned_run(regime, arm, seed, rival) for arm in third.arms(table.stem)]
         outcome, added = grid.make(planned, table, phase, output / f"seed-{seed}", jobs, command)
         total += added
         if outcome != "finished":
@@ -59,13 +59,15 @@ def planned_run(regime: str, arm: Arm, seed: int, rival: bool = False) -> Planne
         seed: The seed.
         rival: Whether the rival rule follows the target.
     """
-    old, (changes, _) = second.REGIMES[third.REGIMES[regime].table], third.REGIMES[regime].methods[arm.method]
-    fields = {"surrogate": second.METHODS[arm.method].surrogate, **old.changes, **changes, "seed": str(seed)}
-    fields["learning_rate"] = f"{arm.rate:g}"
+    found = third.REGIMES[regime]
+    fields = {"surrogate": second.METHODS[arm.method].surrogate, **found.changes, **found.methods[arm.method][0]}
+    fields |= {"seed": str(seed), "learning_rate": f"{arm.rate:g}"}
     if arm.target is not None:
         fields["kl_target"] = f"{arm.target:g}"
     if rival:
         fields["plugins"] = RIVAL
-    (found,) = expand([str(RECIPES / f"{old.recipe}.yaml")], {name: [value] for name, value in fields.items()})
-    kind = "constant" if arm.target is None else "rival" if rival else "target"
-    return replace(found, name=f"{arm.method}-{kind}-{arm.rate:g}-seed={seed}")
+    # The study's own recipes are files; one of the package goes by its name.
+    file = RECIPES / f"{found.recipe}.yaml"
+    (run,) = expand([str(file) if file.is_file() else found.recipe], {name: [each] for name, each in fields.items()})
+    kind = f"{arm.rate:g}" if arm.target is None else f"{'rival' if rival else 'target'}-{arm.target:g}-{arm.rate:g}"
+    return replace(run, name=f"{arm.method}-{kind}-seed={seed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +28,17 @@ METHODS = ("troll", "proximal", "penalty", "clip")
 
 
 def settings(name: str, arm: Arm) -> tuple[tuple[str, str], ...]:
-    named = {**third.settings_of(name, arm), "tail": "bucket"}
+    named = {**third.settings_of(third.REGIMES[third.TABLES[name][0]], arm), "tail": "bucket"}
     return tuple(sorted((field, value) for field, value in named.items() if value is not None))
 
 
 def rows(name: str, shifts: dict[tuple[str, int], float] | None = None) -> list[Result]:
-    """The complete runs of a regime: 50 % in the mean of an arm, plus its shift, by method and the arm's place."""
-    found, rng, seeds = [], np.random.default_rng(0), third.REGIMES[name].seeds
-    for arm, place in zip(third.arms(name), 4 * [0, 1, 2], strict=True):
+    """The complete runs of a table: 50 % in the mean of an arm, plus its shift, by method and the arm's place."""
+    (regime, seeds), found, rng = third.TABLES[name], [], np.random.default_rng(0)
+    places: Counter[str] = Counter()
+    for arm in third.arms(name):
+        place = places[arm.method]
+        places[arm.method] += 1
         noise = 0.02 * rng.standard_normal(len(seeds))
         for seed, deviation in zip(seeds, noise - noise.mean(), strict=True):
             run = result(
@@ -42,12 +46,13 @@ def rows(name: str, shifts: dict[tuple[str, int], float] | None = None) -> list[
                 arm.rate,
                 seed,
                 0.5,
-                regime=second.REGIMES[third.REGIMES[name].table].recipe,
+                regime=third.REGIMES[regime].recipe,
                 settings=settings(name, arm),
                 rates=() if arm.target is None else (arm.rate, 1e-4, 2e-4),
             )
             shift = (shifts or {}).get((arm.method, place), 0.0)
-            found.append(replace(run, success_after=0.5 + shift + deviation))
+            phase: Phase = "exploratory" if name == third.DIAL else "counted"
+            found.append(replace(run, phase=phase, success_after=0.5 + shift + deviation))
     return found
 
 
@@ -57,18 +62,18 @@ def shifted(place: int, by: float, methods: Sequence[str] = METHODS) -> dict[tup
 
 def verdicts(**shifts: dict[tuple[str, int], float]) -> dict[str, str]:
     """The verdicts on K1 and K2 over regimes with these shifts, by the regime's letter."""
-    contests = [third_analysis.contest(name, rows(name, shifts.get(name[-1]))) for name in third.REGIMES]
+    contests = [third_analysis.contest(name, rows(name, shifts.get(name[-1]))) for name in third.FORMER]
     found = third_analysis.hypotheses(contests)
     return {name: third_analysis.overall(name, found) for name in ("K1", "K2")}
 
 
 def test_methods_have_the_configurations_and_rates_that_the_second_part_found_best() -> None:
     tables = page.read_tables(DOCS / "results")
-    for regime in third.REGIMES.values():
-        chosen = second_analysis.chosen(second_analysis.candidates(regime.table, tables[regime.table]))
-        found = second_analysis.contest(regime.table, tables[regime.table])
-        for method, (changes, rate) in regime.methods.items():
-            assert (changes, rate) == (chosen[method].changes, found.methods[method].best_rate), (regime.name, method)
+    for name, former in third.FORMER.items():
+        chosen = second_analysis.chosen(second_analysis.candidates(former, tables[former]))
+        found = second_analysis.contest(former, tables[former])
+        for method, (changes, rate) in third.REGIMES[name].methods.items():
+            assert (changes, rate) == (chosen[method].changes, found.methods[method].best_rate), (name, method)
 
 
 def test_ages_are_those_of_the_recipes() -> None:
@@ -80,14 +85,18 @@ def test_ages_are_those_of_the_recipes() -> None:
 
 
 def test_each_planned_run_is_known_by_its_row() -> None:
-    assert sum(len(third.arms(name)) * len(regime.seeds) for name, regime in third.REGIMES.items()) == 720
-    for name, regime in third.REGIMES.items():
-        planned = {arm: third_runs.planned_run(name, arm, regime.seeds[0]) for arm in third.arms(name)}
-        assert len({run.name for run in planned.values()}) == 12
+    sizes = {name: len(third.arms(name)) * len(seeds) for name, (_, seeds) in third.TABLES.items()}
+    assert sum(sizes[name] for name in third.FORMER) == 720
+    assert (sizes["third-smollm2"], sizes[third.DIAL]) == (30, 256)
+    for name in (*third.REGIMES, third.DIAL):
+        regime, seeds = third.TABLES[name]
+        phase: Phase = "exploratory" if name == third.DIAL else "counted"
+        planned = {arm: third_runs.planned_run(regime, arm, seeds[0]) for arm in third.arms(name)}
+        assert len({run.name for run in planned.values()}) == len(planned)
         for arm, run in planned.items():
             recipe, surrogate, rate, settings, seed = identity_of(run)
-            row = result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings)
-            assert [each for each, runs in third_analysis.contest(name, [row]).runs.items() if runs] == [arm]
+            row = replace(result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings), phase=phase)
+            assert [each for each, runs in third_analysis.runs_of(name, [row], phase).items() if runs] == [arm]
 
 
 def test_run_makes_whole_seeds_in_order_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -106,9 +115,15 @@ def test_run_makes_whole_seeds_in_order_until_it_is_interrupted(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "seeds", "message"),
     [
-        ("third-c", [40], "the third part's tables are third-a, third-b, third-d, third-rivals, got third-c"),
+        (
+            "third-c",
+            [40],
+            "the third part's tables are third-a, third-b, third-d, third-smollm2, third-rivals, "
+            "third-dial, got third-c",
+        ),
         ("third-d", [40, 52], "the seeds of third-d are 40 to 51, got 52"),
         ("third-a", [39], "the seeds of third-a are 40 to 63, got 39"),
+        ("third-dial", [48], "the seeds of third-dial are 40 to 47, got 48"),
     ],
 )
 def test_run_refuses_what_the_protocol_has_not(tmp_path: Path, name: str, seeds: list[int], message: str) -> None:
@@ -155,12 +170,31 @@ def test_a_difference_at_the_margin_is_open() -> None:
     assert verdicts(a={**shifted(2, 0.05), **shifted(1, 0.05)}) == {"K1": "open", "K2": "holds"}
 
 
+def test_another_model_decides_the_third_hypothesis() -> None:
+    for by, verdict in ((0.0, "holds"), (0.3, "refuted")):
+        found = third_analysis.contest("third-smollm2", rows("third-smollm2", shifted(1, by)))
+        (only,) = third_analysis.hypotheses([found])
+        assert (only.name, only.verdict, list(only.by_method)) == ("K3", verdict, ["troll", "penalty", "clip"])
+
+
+def test_dials_have_the_runs_of_their_regime_in_the_middle() -> None:
+    found = third_analysis.contest("third-a", rows("third-a", {("clip", 1): 0.1}))
+    dials = third_analysis.dials(found, rows(third.DIAL, {("penalty", 5): 0.2}))
+    assert [(dial.method, dial.setting) for dial in dials][:2] == [("troll", "kl_target"), ("troll", "learning_rate")]
+    best = {(dial.method, dial.setting): dial.best for dial in dials}
+    assert best["clip", "kl_target"] == 0.03 and best["penalty", "learning_rate"] == 3.3e-5
+    for dial in dials:
+        values = [0.0033, 0.01, 0.03, 0.09, 0.27] if dial.setting == "kl_target" else [1.1e-5, 3.3e-5, 1e-4, 3e-4, 9e-4]
+        assert list(dial.successes) == values and {len(each) for each in dial.successes.values()} == {8}
+    assert {dial.best for dial in third_analysis.dials(found, [])} == {None}
+
+
 def test_old_rollouts_decide_nothing() -> None:
     assert verdicts(d={**shifted(0, -0.3)}) == {"K1": "holds", "K2": "holds"}
 
 
 def test_everything_is_open_until_the_last_run_is_there() -> None:
-    contests = [third_analysis.contest(name, rows(name)[name == "third-b" :]) for name in third.REGIMES]
+    contests = [third_analysis.contest(name, rows(name)[name == "third-b" :]) for name in third.FORMER]
     found = third_analysis.hypotheses(contests)
     assert [each.verdict for each in found if each.table == "third-b"] == ["open"] * 2
     assert {each.p_value for each in found if each.table == "third-b"} == {None}
@@ -216,11 +250,12 @@ def test_nothing_is_predicted_without_runs() -> None:
 
 def test_page_shows_the_third_part_with_and_without_its_runs(tmp_path: Path) -> None:
     committed = {name: each for name, each in page.read_tables(DOCS / "results").items() if name in second.REGIMES}
-    template = "{{third size}} {{third hypotheses}} {{third third-b}} {{third predictions}} {{third laws}}"
+    names = ("size", "hypotheses", "third-b", "third-smollm2", "dial", "predictions", "laws")
+    template = " ".join(f"{{{{third {name}}}}}" for name in names)
     text, _ = fill(committed, tmp_path, template)
-    assert "0 of 720 counted runs" in text and "| K1 | (a) and (b) | – | – | – | – | – | – | – | open |" in text
+    assert "0 of 750 counted runs" in text and "| K1 | (a) and (b) | – | – | – | – | – | – | – | open |" in text
     text, _ = fill({**committed, "third-b": rows("third-b", shifted(0, -0.2))}, tmp_path, template)
-    assert "288 of 720 counted runs" in text and "*(b) 32 updates a rollout: 288 of 288 counted runs.*" in text
+    assert "288 of 750 counted runs" in text and "*(b) 32 updates a rollout: 288 of 288 counted runs.*" in text
     assert "refuted |" in text and "| (a) and (b) | – | – | – | – | – | – | – | refuted |" in text
     assert "| 1.0e-4 to 2.0e-4 |" in text  # the rates of the second half
 
