@@ -2,6 +2,7 @@
 
     python -m tests.mutation plant tests/mutation.csv --mutants 100 --seed 0    # draws mutants, and tries them
     python -m tests.mutation again tests/mutation.csv                           # tries those that were killed again
+    python -m tests.mutation plant tests/guard.csv --mutants 300 --seed 1 --rooms troll/trl    # only those of a room
 
 A mutant is one change of an operator, a number or a truth value, or one call, update or `raise` that is left out. Texts
 stay as they are, since most of them are messages, and so do annotations. The mutants of a room are drawn evenly from
@@ -9,7 +10,8 @@ all that are possible there, and rooms get their share by lines.
 
 The tests that may kill a mutant are those of its room: first the file that mirrors the mutated one, whose failures are
 all written down, then the rest of the room, up to its first failure. Each mutant is planted in a copy of what is
-committed, so the tree stays as it is. An interrupted run goes on where it stopped. `again` tries only the mutants that
+committed, so the tree stays as it is. An interrupted run goes on where it stopped, and so does one of other rooms:
+until all have been tried, the table's name ends in `.unfinished.csv`. `again` tries only the mutants that
 were killed, by the tests that killed them first, up to the first failure: it is there to find out whether later tests
 still kill them. It looks for a mutant's line where the file has changed since, and writes `gone` where the line no
 longer exists.
@@ -278,6 +280,7 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--mutants", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", nargs="+", help="try only the mutants of these rooms now (default: all)")
     options = parser.parse_args()
     unfinished = options.table.with_suffix(".unfinished.csv")
     if unfinished.exists():
@@ -292,10 +295,11 @@ def main() -> None:
         with tarfile.open(fileobj=BytesIO(archive)) as committed:
             committed.extractall(tree, filter="data")
         for index in track(range(len(mutants)), description="mutants"):
-            if not mutants[index].result:
+            if not mutants[index].result and mutants[index].room in (options.rooms or (mutants[index].room,)):
                 mutants[index] = attempt(mutants[index], tree, ["-x"] if options.what == "again" else [])
                 write(unfinished, mutants)
-    unfinished.replace(options.table)
+    if all(mutant.result for mutant in mutants):
+        unfinished.replace(options.table)
     show(mutants)
 
 
