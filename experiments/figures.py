@@ -245,7 +245,7 @@ def draw_followed(lines: Sequence[Data]) -> Figure:
     for place, surrogate in enumerate(surrogates):
         panels[0, place].set_title(METHODS[surrogate])
         panels[1, place].set_xlabel("updates")
-    for row, name in zip(panels, ("learning rate", "KL, mean of a rollout (dashed: wanted)"), strict=True):
+    for row, name in zip(panels, ("learning rate", "mean KL (dashed: wanted)"), strict=True):
         row[0].set_yscale("log")
         row[0].set_ylabel(name)
     handles, names = panels[0, 0].get_legend_handles_labels()
