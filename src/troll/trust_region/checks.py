@@ -62,7 +62,7 @@ def shape_text(shape: Sequence[object]) -> str:
 def check_mask_fits(mask: Tensor, **tensors: Tensor) -> None:
     """Raises ValueError unless the tensors have the mask's shape."""
     for name, tensor in tensors.items():
-        check_shape(f"{name}, like the mask,", tensor, mask.shape)
+        check_shape(name, tensor, mask.shape)
 
 
 def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused: bool = False) -> None:
