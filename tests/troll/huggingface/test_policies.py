@@ -122,10 +122,10 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
             r"token id 48, and the embedding of LlamaForCausalLM has 48 rows: call model.resize_token_embeddings",
         ),
         ({"kl_bound": 0.0}, "kl_bound"),
-        ({"kl_bound": torch.full((2, 8), 0.05)}, r"kl_bound must broadcast to the token positions \(2, 7\)"),
+        ({"kl_bound": torch.full((2, 8), 0.05)}, r"kl_bound must broadcast to \(2, 7\)"),
         (
             {"constraint": Constraint.sequence(torch.ones(2, 8, dtype=torch.bool))},
-            r"constraint must be for the token positions \(2, 7\)",
+            r"the constraint's token positions must be \(2, 7\)",
         ),
         ({"temperature": 0.5}, r"temperature must be that of the old policy's capture, 0\.7, got 0\.5"),
     ],

@@ -168,11 +168,11 @@ def test_a_batch_in_which_no_token_counts_has_loss_zero(sequences, aggregation):
         ("num_tokens goes with aggregation 'token_mean'", {"aggregation": "sequence_mean", "num_tokens": 9}),
         ("advantages must be (4) or (4, 5), got (5)", {"advantages": torch.zeros(5)}),
         ("advantages must be (4) or (4, 5), got (4, 4)", {"advantages": torch.zeros(4, 4)}),
-        ("mask must be (4, 5) like the step, got (4, 4)", {"mask": torch.ones(4, 4, dtype=torch.bool)}),
+        ("mask must be (4, 5), got (4, 4)", {"mask": torch.ones(4, 4, dtype=torch.bool)}),
         ("regression_weight must be at least 0, got -0.1", {"regression_weight": -0.1}),
         ("regression_weight must be at least 0, got nan", {"regression_weight": math.nan}),
         (
-            "step must hold (B, T) tokens, got (5)",
+            "step must be (B, T), got (5)",
             {"step": some(random_step(), 0), "advantages": torch.zeros(5), "mask": MASK[0]},
         ),
     ],

@@ -63,9 +63,9 @@ def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
     products: list[slice] = []
     original = head_module._HeadReading._product
 
-    def product(self: Any, columns: slice) -> Tensor:
+    def product(self: Any, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
         products.append(columns)
-        return original(self, columns)
+        return original(self, hidden, weight, columns)
 
     monkeypatch.setattr(head_module._HeadReading, "_product", product)
     problem = Problem("head", dtype)
