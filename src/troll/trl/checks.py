@@ -42,10 +42,10 @@ def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
     """
     if not isinstance(args, config):
         raise TypeError(f"args must be a {config.__name__}, got {type(args).__name__}: change the name of the class")
-    if args.read_by != config.read_by:
+    if args.laboratory and not config.laboratory:
         raise TypeError(
-            f"args must be a {config.__name__}, got {type(args).__name__}, which has settings that only {args.read_by} "
-            "reads: use that trainer"
+            f"args must be a {config.__name__}, got {type(args).__name__}, which has settings that only "
+            "troll_lab.trl.LabTrainer reads: use that trainer"
         )
 
 

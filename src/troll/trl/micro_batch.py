@@ -13,8 +13,8 @@ from torch import Tensor
 
 from troll.huggingface.policies import capture_tokens, read_tokens, scatter, spread, targets_of
 from troll.trl import seam
-from troll.trl.config import AGGREGATION
 from troll.trl.surrogates import ScoredTokens
+from troll.trl.surrogates.trl_loss import AGGREGATION
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import aggregate
 from troll.trust_region.metrics import masked_total

@@ -25,6 +25,9 @@ FILE = "the model's generation_config.json"
 #: The settings that become part of the old policy.
 POLICY = ("temperature", "top_k", "top_p", "min_p")
 
+#: The lowest temperature that vLLM samples at; it raises lower ones to this.
+VLLM_LEAST_TEMPERATURE = 0.01
+
 _INERT = """
     max_length max_new_tokens max_tokens max_time stop stop_token_ids ignore_eos repetition_detection
     include_stop_str_in_output early_stopping length_penalty
@@ -131,6 +134,29 @@ def refuse_other_distributions(asked: Mapping[str, Any]) -> None:
                 f"old policy has to be what it draws from: it can follow temperature, top_k, top_p and min_p only. "
                 f"Use these, or {remedy}"
             )
+
+
+def settle_fields(args: Any) -> None:
+    """Moves what becomes part of the old policy from `generation_kwargs` to the fields of a `TrollConfig`.
+
+    Raises:
+        ValueError: If the rest, or another field, changes what the sampler draws from.
+    """
+    more: dict[str, Any] = dict(args.generation_kwargs or {})
+    for name in POLICY:
+        setattr(args, name, more.pop(name, getattr(args, name)))
+    args.generation_kwargs = more or None
+    fields = ("repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
+    asked = {name: getattr(args, name) for name in fields} | more
+    asked.pop("suppress_tokens", None)  # a vision-language model may have to: `settle` knows
+    refuse_other_distributions(asked)
+    if args.temperature is None:
+        raise ValueError("temperature must be a number, since the old policy is the one at this temperature")
+    if args.use_vllm and args.temperature < VLLM_LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be at least {VLLM_LEAST_TEMPERATURE} with vLLM, which samples at no lower one, got "
+            f"{args.temperature}"
+        )
 
 
 def settle(trainer: Any) -> Any:

@@ -132,7 +132,7 @@ def _check(name: str, surrogate: Surrogate) -> None:
             raise ValueError(f"sets of surrogate {name!r} must name fields of GRPOConfig, got {field_name!r}{hint}")
 
 
-def check_registered(name: str) -> None:
+def check_surrogate(name: str) -> None:
     """Raises ValueError unless a surrogate of this name is registered."""
     if name not in SURROGATES:
         raise ValueError(
