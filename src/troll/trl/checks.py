@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from troll.grading import clash
 from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.dropout import dropout_rates
+from troll.huggingface.precision import local_weights, unresolved_share
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.trl import seam
 from troll.trl.config import TrollConfig
@@ -25,12 +25,6 @@ from troll.trl.estimators import ESTIMATORS
 #: Every model has a few weights that are too large for a step to change them, such as those of norms. A larger share
 #: than this deserves a warning.
 MAX_UNRESOLVED = 0.1
-
-
-def disable_dropout(model: torch.nn.Module) -> None:
-    """Sets all dropout rates to 0: those of layers, and those that a function reads instead."""
-    for module, name in list(dropout_rates(model)):
-        setattr(module, name, 0.0)
 
 
 def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
@@ -233,7 +227,7 @@ def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:
     """
     if reference is None or not accelerator.is_fsdp2:
         return
-    shard = _local(reference.get_output_embeddings().weight)
+    shard = local_weights(reference.get_output_embeddings().weight)
     empty = torch.tensor([shard.numel() > 0 and not shard.any()], device=accelerator.device)
     if accelerator.gather(empty).any():
         raise ValueError(
@@ -318,37 +312,6 @@ def warn_about_precision(accelerator: Accelerator, model: torch.nn.Module, learn
             "in float32",
             stacklevel=3,
         )
-
-
-def unresolved_share(model: torch.nn.Module, learning_rate: float) -> float:
-    """The share in [0, 1] of the trained weights that a step of the optimiser cannot change; 0 if none is trained.
-
-    AdamW moves a weight by about the learning rate. Around w in [2^e, 2^(e+1)), numbers with b bits are 2^(e + 1 - b)
-    apart, and a step below half of that is rounded away. So a weight does not change if |w| is above 2^b to 2^(b + 1)
-    times the learning rate, depending on its place in the binade; this function uses the middle, 2^(b + ½), where b is
-    8 in bf16 and 11 in fp16. Weights of higher precision count as changing.
-
-    The share is estimated from at most 1024 evenly spaced weights of each parameter, weighted by the parameter's size.
-    If weights are sharded, each process uses its own shards, without communication.
-    """
-    total, stays = 0, torch.zeros(())
-    for parameter in model.parameters():
-        weights = _local(parameter)
-        if not parameter.requires_grad or not weights.numel():
-            continue
-        total += weights.numel()
-        if weights.dtype in (torch.bfloat16, torch.float16):
-            sample = weights.flatten()[:: max(1, weights.numel() // 1024)]
-            largest = learning_rate * 2**1.5 / torch.finfo(weights.dtype).eps
-            # Stays on the device: the number is read once, at the end.
-            stays = stays.to(sample.device) + (sample.abs().float() > largest).float().mean() * weights.numel()
-    return float(stays) / max(total, 1)
-
-
-def _local(parameter: torch.nn.Parameter) -> Tensor:
-    """The part of a parameter that this process holds, of FSDP2 (a DTensor) or ZeRO-3 (`ds_tensor`) too."""
-    weights: Any = getattr(parameter, "ds_tensor", parameter.detach())
-    return weights.to_local() if hasattr(weights, "to_local") else weights
 
 
 def _peft_configs(model: torch.nn.Module) -> list[Any]:

@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 from trl import GRPOConfig
 
-from troll.settings import described
+from troll.settings import check_number, described, parse
 from troll.trl.estimators import ESTIMATORS, check_estimator
-from troll.trl.own_settings import parse
-from troll.trl.ranges import MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES, check_number
+from troll.trl.ranges import MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES
 from troll.trl.sampling import settle_fields
 from troll.trl.surrogates import SURROGATES, check_surrogate, settings_read
 from troll.trl.surrogates.trl_loss import settle_loss

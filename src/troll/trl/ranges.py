@@ -1,31 +1,10 @@
-"""What a number in the settings must be, in words; and the numbers of `TrollConfig`, by their range."""
+"""The range of every number in `TrollConfig`, in the words of `troll.settings.RANGES`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from numbers import Real
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from trl import GRPOConfig
-
-#: The ranges of numbers, by the words that error messages use.
-RANGES: dict[str, Callable[[Any], bool]] = {
-    "above 0": lambda value: value > 0,
-    "above 1": lambda value: value > 1,
-    "at least 0": lambda value: value >= 0,
-    "at least 1": lambda value: value >= 1,
-    "finite": math.isfinite,
-    "finite and above 0": lambda value: 0 < value < math.inf,
-    "finite and at least 0": lambda value: 0 <= value < math.inf,
-    "in [0, 1]": lambda value: 0 <= value <= 1,
-    "in (0, 1]": lambda value: 0 < value <= 1,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-    "an integer, at least 0": lambda value: isinstance(value, int) and value >= 0,
-    "an integer, at least 1": lambda value: isinstance(value, int) and value >= 1,
-    "an integer, at least 1, or -1": lambda value: isinstance(value, int) and (value >= 1 or value == -1),
-    "an integer in [0, 2^32)": lambda value: isinstance(value, int) and 0 <= value < 2**32,
-}
 
 #: The range of each number of `TrollConfig`, a key of `RANGES`. None is allowed where it is the default. Of TRL's
 #: numbers, these are the ones that TRL and transformers do not check: out of range they train wrongly, or fail after
@@ -95,14 +74,3 @@ NUMBERS_OF_SURROGATES: dict[str, str] = {
 #: fields; and max_grad_norm, where transformers takes None too.
 MAY_BE_NONE = {name for name, hint in get_type_hints(GRPOConfig).items() if type(None) in get_args(hint)}
 MAY_BE_NONE.add("max_grad_norm")
-
-
-def in_range(value: Any, takes: str) -> bool:
-    """Whether a value is a number in a range, a key of `RANGES`."""
-    return isinstance(value, Real) and not isinstance(value, bool) and RANGES[takes](value)
-
-
-def check_number(name: str, value: Any, takes: str) -> None:
-    """Raises ValueError unless a setting is a number in a range, a key of `RANGES`."""
-    if not in_range(value, takes):
-        raise ValueError(f"{name} must be {takes}, got {value!r}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from troll.huggingface.dropout import disable_dropout
 from troll.huggingface.forward import unwrapped
 from troll.huggingface.positions import positions_from_mask
 from troll.huggingface.token_ids import without_embedding
@@ -152,7 +153,7 @@ class TrollTrainer(GRPOTrainer):
         if self.args.use_vllm:
             seam.load_whole_weights(self.vllm_generation)
         if self.args.disable_dropout:  # TRL switches only layers off
-            checks.disable_dropout(self.model)
+            disable_dropout(self.model)
 
     def _make_old_policy(self) -> OldPolicy:
         """The old policy: the engine's, or captured."""

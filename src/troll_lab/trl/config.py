@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from troll.settings import described
+from troll.settings import described, number, parse
 from troll.trl import TrollConfig
 from troll.trl.estimators import ESTIMATORS
-from troll.trl.own_settings import number, parse
 from troll_lab.trl.estimators import LabEstimator
 
-#: The range of each number, a key of `troll.trl.ranges.RANGES`.
+#: The range of each number, a key of `troll.settings.RANGES`.
 NUMBERS: dict[str, str] = {
     "eval_temperature": "finite and at least 0",
     "generation_chunk_size": "an integer, at least 1",

@@ -21,10 +21,13 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer import utils
 
-from troll.trl.seam.needed import MODEL_INPUTS, check
+from troll.trl.seam.needed import MODEL_INPUTS, differences, refuse
 from troll.trust_region.rate import set_rates
 
-check()
+refuse(differences())
+
+FusedCausalLMOutput = utils.FusedCausalLMOutput
+get_config_model_id = utils.get_config_model_id
 
 
 class Scores(NamedTuple):
@@ -271,7 +274,3 @@ def _load_and_pack(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
         # A head that shares the embedding's weights has no weights to load, so its packed copy would keep the old ones.
         if hasattr(layer, "cpu_linear") and layer.weight.numel():
             layer.quant_method.process_weights_after_loading(layer)
-
-
-FusedCausalLMOutput = utils.FusedCausalLMOutput
-get_config_model_id = utils.get_config_model_id

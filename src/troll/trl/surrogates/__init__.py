@@ -13,8 +13,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from troll.settings import did_you_mean
-from troll.trl.own_settings import number
+from troll.settings import did_you_mean, number
 from troll.trl.surrogates.formulas import KLPenaltySettings, kl_penalty, regression, troll
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
 from troll.trust_region.probabilities import divergence, floored
