@@ -45,9 +45,7 @@ class TrollCallback(TrainerCallback):
         transformers calls it when it has made the accelerator, before TRL shares out the reference model.
         """
         trainer = self._trainer
-        checks.refuse_model_parallelism(
-            tensor=trainer.get_tp_size(), context=trainer.get_cp_size(), sequence=trainer.get_sp_size()
-        )
+        checks.refuse_model_parallelism(trainer)
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             # accelerate would round every output to the parameters' dtype, log-probabilities among them.

@@ -75,13 +75,14 @@ def refuse_rewards_of_tokens(trainer: Any) -> None:
             )
 
 
-def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> None:
+def refuse_model_parallelism(trainer: Any) -> None:
     """Raises ValueError unless every process holds whole sequences and whole matrices whenever it computes.
 
-    The arguments are numbers of processes: those that share a matrix (accelerate's `tp_size`), and those that share a
-    sequence (accelerate's `cp_size`, and DeepSpeed's `sp_size`).
+    Processes may share a matrix (accelerate's `tp_size`) or a sequence (its `cp_size`, and DeepSpeed's `sp_size`). TRL
+    refuses only the latter, and only where accelerate's `ParallelismConfig` sets it.
     """
-    for setting, size in (("tp_size", tensor), ("cp_size", context), ("sp_size", sequence)):
+    for setting in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(trainer, f"get_{setting}")()
         if size > 1:
             raise ValueError(
                 f"TrollTrainer cannot be used with {setting}={size}: the trust region reads whole sequences and a "

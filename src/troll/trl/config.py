@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from troll.settings import check_number, described, parse
 from troll.trl.estimators import ESTIMATORS, check_estimator
+from troll.trl.kl_target import check_target
 from troll.trl.ranges import MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES
 from troll.trl.sampling import settle_fields
 from troll.trl.surrogates import SURROGATES, check_surrogate, settings_read
@@ -23,16 +24,8 @@ from troll.trust_region.step import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
 
-#: The schedulers that set the learning rate by what they measure.
-OWN_RATE_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
-
 #: The default number of updates per rollout.
 UPDATES_PER_ROLLOUT = 8
-
-
-def _text(setting: Any) -> str:
-    """A setting that may be an enumeration's, as users write it."""
-    return str(getattr(setting, "value", setting))
 
 
 class _One(int):
@@ -165,7 +158,7 @@ class TrollConfig(GRPOConfig):
         self._check_reward()
         self._check_generation()
         if self.kl_target is not None:
-            self._check_kl_target()
+            check_target(self)
         if self.anchor == "rollout":
             self.vllm_importance_sampling_correction = False
 
@@ -277,35 +270,6 @@ class TrollConfig(GRPOConfig):
             raise ValueError(
                 f"use_transformers_continuous_batching with {dtype}=True casts the trained weights themselves to "
                 f"{dtype}, which loses small updates: set {dtype}=False or use_vllm=True instead"
-            )
-
-    def _check_kl_target(self) -> None:
-        """Refuses updates that say nothing about the learning rate, and optimisers and schedulers with their own."""
-        if self.updates_per_rollout is None:
-            raise ValueError(
-                f"kl_target needs updates of one rollout each: {self.rollout_steps} passes a rollout "
-                "(steps_per_generation times num_iterations) must be a multiple of gradient_accumulation_steps, "
-                f"got {self.gradient_accumulation_steps}"
-            )
-        if self.updates_per_rollout == 1:
-            raise ValueError(
-                "kl_target needs updates_per_rollout of at least 2, got 1: in the first update on a rollout the policy "
-                "is still the one that sampled, and its KL says nothing about the learning rate"
-            )
-        if not self.learning_rate > 0:
-            raise ValueError(
-                f"kl_target begins its search at learning_rate, which must be above 0, got {self.learning_rate}"
-            )
-        if _text(self.lr_scheduler_type) in OWN_RATE_SCHEDULERS:
-            raise ValueError(
-                f"kl_target sets the learning rate, and so does lr_scheduler_type {_text(self.lr_scheduler_type)!r}: "
-                "use another, such as constant or linear"
-            )
-        optimizer = _text(self.optim)
-        if "lomo" in optimizer or optimizer.endswith("_layerwise"):
-            raise ValueError(
-                f"kl_target sets the learning rate of an update before its last backward pass, and optim {optimizer!r} "
-                "makes a step for each layer within it: use another"
             )
 
     def with_sampling(self, unset: dict[str, Any]) -> TrollConfig:

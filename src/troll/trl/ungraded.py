@@ -85,7 +85,7 @@ class UngradedFilter:
 
         Args:
             rolled_out: This process's rollout.
-            of_rows: `Conversations.of_rows`, which maps values of samples to rows.
+            of_rows: Takes this process's rows of values of all completions, as `TrollTrainer.of_rows`.
 
         Raises:
             NothingJudgedError: If a grader could judge nothing in this rollout and the two before.

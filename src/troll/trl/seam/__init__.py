@@ -49,12 +49,6 @@ def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
     return _scored(trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled)
 
 
-@torch.no_grad()
-def log_probs(trainer: Any, model: Any, rolled_out: dict[str, Any]) -> Tensor:
-    """A model's log-probabilities of a rollout's completions, (B, T), as TRL computes the old policy's."""
-    return _scored(trainer, model, rolled_out, batch_size=trainer.args.per_device_train_batch_size).log_probs
-
-
 def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> Scores:
     ids, mask = sequences(inputs)
     images = {name: inputs.get(name) for name in (*MODEL_INPUTS, "num_images", "num_tiles") if name in inputs}
@@ -115,6 +109,7 @@ def restricted(accelerator: Accelerator, rolled_out: dict[str, Any], kept: Tenso
     return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
 
 
+@torch.no_grad()
 def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
     """The reference model's log-probabilities of a rollout's completions, (B, T), as TRL computes them."""
     model: Any = trainer.ref_model
@@ -123,7 +118,7 @@ def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
         model, policy = trainer.model, trainer.accelerator.unwrap_model(trainer.model)
         adapted = utils.use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
     with adapted:
-        return log_probs(trainer, model, rolled_out)
+        return _scored(trainer, model, rolled_out, batch_size=trainer.args.per_device_train_batch_size).log_probs
 
 
 def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
