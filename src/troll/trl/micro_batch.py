@@ -39,7 +39,7 @@ class OldPolicy:
         #: Whether TRL's next scoring pass is that of the old policy.
         self.expects_scoring = False
         # Whether the updates of the current rollout read whole policies.
-        self._reads = False
+        self._wanted = False
         # The policies of a rollout, and the log-probabilities that TRL got with them.
         self._captured: tuple[list[PackedPolicy], Tensor] | None = None
         # Sampled tokens that the kept sets lacked, and all, (2,).
@@ -48,10 +48,10 @@ class OldPolicy:
     def start(self) -> None:
         """Begins a rollout; drops one that an exception has interrupted."""
         trainer, args = self._trainer, self._args
-        reads = args.reads_policies or trainer.diagnostics.due(rollout=True)
-        self._captured, self._reads = None, trainer.model.training and reads and not args.always_on_policy
+        wanted = args.reads_policies or trainer.diagnostics.due(rollout=True)
+        self._captured, self._wanted = None, trainer.model.training and wanted and not args.always_on_policy
         # TRL's first scoring pass is the policy's; the reference's, with PEFT of the same model, follows.
-        self.expects_scoring = self._reads and args.scores_rollouts
+        self.expects_scoring = self._wanted and args.scores_rollouts
 
     def score(
         self,
@@ -115,13 +115,13 @@ class OldPolicy:
         """
         policies, log_probs = self._captured or ([], None)
         self._captured = None
-        if self._reads and (log_probs is None or rolled_out.get("old_per_token_logps") is not log_probs):
+        if self._wanted and (log_probs is None or rolled_out.get("old_per_token_logps") is not log_probs):
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
         accelerator = self._trainer.accelerator
         if "sampling_per_token_logps" in rolled_out and "old_per_token_logps" in rolled_out:
             old, sampling = (rolled_out[f"{name}_per_token_logps"] for name in ("old", "sampling"))
             seam.add_metrics(self._trainer, mismatch(accelerator, old, sampling, seam.loss_mask(rolled_out)))
-        if not self._reads:
+        if not self._wanted:
             return rolled_out
         if self._args.truncation is not None:
             added, tokens = accelerator.reduce(self._added, reduction="sum").tolist()
@@ -158,10 +158,7 @@ class SurrogateLoss:
         self._own_settings = trainer.args.own_settings
         # The scores of the new policy, while TRL's loss is to take them.
         self._handed: seam.Scores | None = None
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training, whose first loss is to be checked."""
+        # Whether TRL's loss was found to use them.
         self._use_checked = False
 
     def handed(self) -> seam.Scores | None:

@@ -32,7 +32,7 @@ _KNOWN = ("projected_fraction", "kl_before_mean")
 
 
 class Monitor:
-    """Collects `TrustRegionStep` of the micro-batches; every method runs on every process.
+    """Collects `TrustRegionStep` of the micro-batches of a training; every method runs on every process.
 
     Args:
         accelerator: Adds up the statistics of the trainer's processes.
@@ -45,11 +45,7 @@ class Monitor:
         #: Finds whether the bound is too wide or too narrow.
         self.watch = Watch(args)
         self._warned_of_coverage = False
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training, without the sums of an interrupted update."""
-        self.watch.start()
+        #: The sums since the last log.
         self.tally = Tally()
         # The sums that the host needs: of the current update, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
@@ -151,10 +147,6 @@ class Watch:
         self._looks_for_none = projects and args.pull == "projection"
         # One multiplier for many tokens projects them all.
         self._looks_for_many = projects and args.constraint == "token"
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training."""
         # While no token has been projected: the updates of a policy that had moved. Then, or once that is said: None.
         self._idle: int | None = 0
         # Projected tokens, all tokens, and whole rollouts, until a warning: then None.

@@ -108,13 +108,11 @@ class RolloutConfig(GenerationConfig):
         self, defaults_only: bool = False, allow_custom_entries: bool = False, **settings: Any
     ) -> dict[str, Any]:
         """Overrides the parent: `generate` fills in what is None from the model's file, then from its defaults."""
-        if defaults_only:
-            defaults = seam.generation_defaults()
+        if allow_custom_entries:  # of the file
             settings = {
                 name: value
                 for name, value in settings.items()
-                if value == defaults.get(name)
-                or (value != [] and name not in POLICY and not changes_distribution(name, value))
+                if value != [] and name not in POLICY and not changes_distribution(name, value)
             }
         return super().update(defaults_only, allow_custom_entries, **settings)
 

@@ -187,11 +187,6 @@ def skip_epochs(loader: Any, epochs: int) -> None:
             next(iter(sampler), None)
 
 
-def generation_defaults() -> dict[str, Any]:
-    """The values that transformers' `generate` takes for settings that are not set."""
-    return GenerationConfig._get_default_generation_params()
-
-
 def score_processors(model: Any, config: GenerationConfig) -> set[str]:
     """The names of the classes with which a model's `generate` would change the scores of tokens.
 

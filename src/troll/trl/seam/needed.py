@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 
 import trl
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
@@ -114,7 +114,7 @@ RELIED_ON = (
         "_prepare_generation_config",
         "rollouts without what the model's file says",
         "generation_config",
-        "update generation_config to_dict defaults_only",
+        "update generation_config to_dict defaults_only allow_custom_entries",
     ),
     method(
         GenerationMixin,
@@ -122,7 +122,6 @@ RELIED_ON = (
         "what changes the distribution of rollouts",
         "generation_config input_ids_seq_length encoder_input_ids device",
     ),
-    method(GenerationConfig, "_get_default_generation_params", "the settings that nobody sets"),
 )
 
 #: Functions of `trl.trainer.utils`, which TRL does not document. TRL 1.14 has no fused head.

@@ -20,10 +20,9 @@ CISPO_LARGEST_RATIO = 5.0
 
 
 def settle_loss(args: Any) -> None:
-    """Sets the fields of TRL's loss that a configuration's surrogate needs.
+    """Sets the fields of TRL's loss that a configuration's surrogate needs, and warns of values that it replaces.
 
-    Warns, three calls up, of values that it replaces: of a call from `TrollConfig.__post_init__`, where the
-    configuration is made.
+    `TrollConfig.__post_init__` calls it, so that the warnings name the line that makes the configuration.
 
     Raises:
         ValueError: If the surrogate and the loss type do not go together, or the surrogate does not use `delta`.
