@@ -31,9 +31,9 @@ class TrollCallback(TrainerCallback):
         self._trainer = trainer
         # The bound that the last update used, for the log: it may have moved on by then.
         self._used_bound = math.inf
-        # Whether the current update leaves the policy as it is, since nothing was judged. A callback that runs after
-        # this one may have reasons of its own.
-        self._policy_stays = False
+        #: Whether the current update leaves the policy as it is, since nothing was judged. The laboratory's callback,
+        #: which runs after this one, has reasons of its own.
+        self.policy_stays = False
         # Whether the policy has changed since the tokens of the current update were sampled.
         self._moved = False
         self._rollouts = 0
@@ -78,8 +78,8 @@ class TrollCallback(TrainerCallback):
     ) -> None:
         """Skips an update without a judged token."""
         self._used_bound = self._trainer.kl_bound
-        self._policy_stays = self._trainer.ungraded.left_nothing()
-        if self._policy_stays:
+        self.policy_stays = self._trainer.ungraded.left_nothing()
+        if self.policy_stays:
             leave_out(model)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -90,11 +90,11 @@ class TrollCallback(TrainerCallback):
         last, self._rollouts = rollouts > self._rollouts, rollouts
         trainer = self._trainer
         monitor, rate = trainer.monitor, trainer.kl_target_rate
-        monitor.end_update(self._used_bound, moved=self._moved and not self._policy_stays, last=last)
+        monitor.end_update(self._used_bound, moved=self._moved and not self.policy_stays, last=last)
         self._moved = self._passes_since_sampling() > 0
         states = {"settings": self._settings, "watch": monitor.watch.state_dict()}
         if rate is not None:
-            rate.end_update(moved=not self._policy_stays and not trainer.accelerator.optimizer_step_was_skipped)
+            rate.end_update(moved=not self.policy_stays and not trainer.accelerator.optimizer_step_was_skipped)
             if last and rollouts == SETTLED_ROLLOUTS:
                 checks.warn_about_precision(trainer.accelerator, trainer.model, rate.rate)
             states[KL_TARGET] = rate.state_dict()

@@ -28,12 +28,7 @@ MAX_UNRESOLVED = 0.1
 
 
 def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
-    """Raises TypeError unless a trainer reads all settings of a configuration.
-
-    Args:
-        args: The configuration that the trainer was given.
-        config: The trainer's class of configurations.
-    """
+    """Raises TypeError unless a trainer whose configurations are of class `config` reads all settings of `args`."""
     if not isinstance(args, config):
         raise TypeError(f"args must be a {config.__name__}, got {type(args).__name__}: change the name of the class")
     if args.laboratory and not config.laboratory:
@@ -44,11 +39,7 @@ def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
 
 
 def refuse_misfits(trainer: Any) -> None:
-    """Raises ValueError if the model, the engine, the data, the rewards or the reference do not go together.
-
-    Args:
-        trainer: A `TrollTrainer`, whose parent is set up, and which has a table of its missing tokens.
-    """
+    """Raises ValueError if a trainer's model, engine, data, rewards or reference do not go together."""
     args = trainer.args
     refuse_columns(trainer)
     if args.max_steps <= 0:  # `begin` would be too late: transformers would ask for max_steps first
@@ -93,10 +84,8 @@ def refuse_model_parallelism(trainer: Any) -> None:
 def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError if a column of the data has the name of an argument that TRL passes to reward functions.
 
-    Args:
-        trainer: A `GRPOTrainer`, set up.
-        row: The first row of a batch; None for the trainer's data sets, if their columns are known before they are
-            read.
+    `row` is the first of a batch; None stands for the trainer's data sets, if their columns are known before they are
+    read.
     """
     if all(isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs):  # which get no columns
         return
@@ -160,9 +149,7 @@ def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None)
     Some tokenizers have tokens that the model lacks (Gemma 3's has one for images), which is harmless as long as they
     do not occur. Text prompts are tokenized here only with such a tokenizer.
 
-    Args:
-        trainer: A `TrollTrainer`, which has a table of its missing tokens.
-        examples: The rows of a rollout; None for the rows of the data sets that have a length.
+    `examples` are the rows of a rollout; None stands for the rows of the data sets that have a length.
     """
     missing: dict[int, str] = trainer.missing_tokens
     if not missing:
@@ -187,10 +174,7 @@ def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None)
 def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
     """Raises ValueError if another model lacks a token of the tokenizer that the trained model reads.
 
-    Args:
-        name: The model in words, for the error.
-        other: A model; None is not checked.
-        trainer: A `TrollTrainer`, which has a table of its missing tokens.
+    `name` is the other model in words, for the error; the model may be None.
     """
     if other is None:
         return

@@ -27,6 +27,9 @@ from troll.trust_region.step import trust_region_step
 #: each completion.
 OLD_POLICY = "troll_old_policy"
 
+#: TRL's `_get_per_token_logps_and_entropies`.
+Scoring = Callable[..., tuple[Any, ...]]
+
 
 class OldPolicy:
     """Adds the old policy to a rollout, if its updates need more than the sampled tokens' log-probabilities.
@@ -54,25 +57,12 @@ class OldPolicy:
         self.expects_scoring = self._wanted and args.scores_rollouts
 
     def score(
-        self,
-        score: Callable[..., tuple[Any, ...]],
-        model: Any,
-        ids: Tensor,
-        mask: Tensor,
-        length: int,
-        *rest: Any,
-        **named: Any,
+        self, score: Scoring, model: Any, ids: Tensor, mask: Tensor, length: int, *rest: Any, **named: Any
     ) -> tuple[Any, ...]:
-        """Scores a rollout like TRL's own method, and captures its policies in the same pass.
+        """Scores a rollout by TRL's method `score`, and captures its policies in the same pass.
 
-        Args:
-            score: TRL's method, which calls a model for some sequences at a time; it takes all other arguments.
-            model: The model to score with.
-            ids: Token ids of prompts and completions, (B, P + T).
-            mask: Their attention mask, (B, P + T).
-            length: T, the tokens of a completion.
-            *rest: Further positional arguments.
-            **named: Further keyword arguments.
+        The method takes all other arguments, and calls the model for some sequences at a time: `ids` and `mask` are
+        (B, P + T), of prompts and completions, and `length` is T, the tokens of a completion.
         """
         self.expects_scoring = False
         policies: list[PackedPolicy] = []

@@ -98,7 +98,8 @@ class TrollTrainer(GRPOTrainer):
             args = self.config(f"{name.split('/')[-1]}-TROLL")
         checks.refuse_another_config(args, self.config)
         # After the user's own, and before the parent shares out the models: see `on_init_end`.
-        callbacks = [*(callbacks or []), TrollCallback(self)]
+        self.callback = TrollCallback(self)
+        callbacks = [*(callbacks or []), self.callback]
         super().__init__(
             model,
             reward_funcs,
