@@ -281,7 +281,7 @@ class TrollConfig(GRPOConfig):
         changes = {k: v for k, v in unset.items() if getattr(self, k) is None and v is not None}
         if not changes:
             return self
-        changed = copy.copy(self)
+        changed = copy.copy(self)  # not by `replace`, with which transformers would set up devices and back ends anew
         vars(changed).update(changes)
         changed._check_reward()
         changed._check_generation()

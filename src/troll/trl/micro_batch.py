@@ -309,4 +309,4 @@ class SurrogateLoss:
             tokens = tokens * accumulated / trainer.args.steps_per_generation
             return aggregate(per_token, mask, "token_mean", num_tokens=tokens)
         max_length = trainer.max_completion_length if trainer.loss_type == "dr_grpo" else None
-        return aggregate(per_token, mask, AGGREGATION[trainer.loss_type], max_length) / accumulated  # type: ignore[arg-type]
+        return aggregate(per_token, mask, AGGREGATION[trainer.loss_type], max_length) / accumulated

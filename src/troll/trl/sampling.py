@@ -179,12 +179,13 @@ def settle(trainer: Any) -> Any:
         trainer.eos_token_ids = list(ends) if isinstance(ends, Collection) else [ends]
     # vLLM gets every setting with the request, continuous batching reads no file, and a function of the user's samples
     # as the configuration says.
-    alone = args.use_vllm or args.use_transformers_continuous_batching or trainer.rollout_func is not None
-    file = {} if alone else {k: v for k, v in trainer.model.generation_config.to_dict().items() if v is not None}
+    without_file = args.use_vllm or args.use_transformers_continuous_batching or trainer.rollout_func is not None
+    file = {} if without_file else trainer.model.generation_config.to_dict()
+    file = {name: value for name, value in file.items() if value is not None}
     left = [name for name in ALL if getattr(args, name) is None]
     taken = {name: file[name] for name in left if name in file}
     try:
-        args = args.with_sampling((ALL if alone else UNSET) | taken)
+        args = args.with_sampling((ALL if without_file else UNSET) | taken)
     except ValueError as error:
         if not taken:
             raise

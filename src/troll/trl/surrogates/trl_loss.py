@@ -8,10 +8,11 @@ from typing import Any
 from trl import GRPOConfig
 
 from troll.trl.surrogates import SURROGATES
+from troll.trust_region.loss import Aggregation
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch.
-AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+AGGREGATION: dict[str, Aggregation] = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
 LOSS_TYPES = (*AGGREGATION, "dapo")
 #: Loss types that work only with TRL's clip.
 CLIP_LOSS_TYPES = ("luspo",)
