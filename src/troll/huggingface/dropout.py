@@ -43,6 +43,12 @@ def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module, name
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Sets all dropout rates to 0: those of layers, and those that a function reads instead."""
+    for module, name in list(dropout_rates(model)):
+        setattr(module, name, 0.0)
+
+
 def warn_about_dropout(model: nn.Module) -> None:
     """Warns of dropout that acts in the next forward pass; Python shows the warning once for each line of a caller."""
     if not model.training:
