@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from datasets import Dataset
@@ -33,8 +31,8 @@ from troll_lab.tasks.registry import (
     spaced_once,
 )
 from troll_lab.tasks.rows import Column, Row, Source
-from troll_lab.terminal import UsageError, one_line
-from troll_lab.user_files import import_file
+from troll_lab.terminal import UsageError
+from troll_lab.user_files import import_file, load_function
 from troll_lab.values import read_yaml
 
 # The fields of a YAML file, and their types.
@@ -170,15 +168,19 @@ def load_file(config: TaskConfig) -> Task:
     path = Path(name).expanduser()
     if not path.is_file():
         raise TaskError(f"task {config.task!r}: there is no file {path}")
-    if path.name.endswith(".py"):
-        return _load_python(path, config, argument)
-    if argument:
+    is_python = path.name.endswith(".py")
+    if argument and not is_python:
         raise TaskError(f"task {config.task!r}: a YAML file takes no argument after a colon")
-    return _load_yaml(path, config)
+    try:
+        return _load_python(path, config, argument) if is_python else _load_yaml(path, config)
+    except TaskError:
+        raise
+    except UsageError as error:  # of a Python file that cannot be imported
+        raise TaskError(str(error)) from error
 
 
 def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
-    load = getattr(_import(path), "load", None)
+    load = getattr(import_file(path), "load", None)
     if not callable(load):
         raise TaskError(f"{path} must define load(config, argument), which returns a troll_lab.tasks.Task")
     task = load(config, argument)
@@ -275,43 +277,3 @@ def _yaml_source(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source
     if "eval_dataset" in fields:
         source = replace(source, held_out_file=path.parent / Path(fields["eval_dataset"]).expanduser())
     return str(local), source
-
-
-def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Callable[..., Any], Path | None]:
-    """Loads a user's function, and returns it with its file; None for a module without one.
-
-    Args:
-        name: `FILE.py:function` or `module:function`.
-        folder: The folder that a file's path is relative to.
-        label: The field or option with the name, for errors.
-        *others: Other possible values of the field, for errors.
-
-    Raises:
-        TaskError: If the function does not exist, or its file or module cannot be imported.
-    """
-    module, colon, attribute = name.rpartition(":")
-    if not colon or not attribute.isidentifier():
-        takes = ", ".join((*others, "FILE.py:function or module:function"))
-        raise TaskError(f"{label} must be {takes}, got {name!r}")
-    if module.endswith(".py"):
-        source = folder / Path(module).expanduser()
-        if not source.is_file():
-            raise TaskError(f"{label}: there is no file {source}")
-        found = _import(source)
-    else:
-        try:
-            found = importlib.import_module(module)
-        except Exception as error:  # a user's module can raise anything
-            raise TaskError(f"{label}: cannot import {module}: {one_line(error)}") from error
-    function = getattr(found, attribute, None)
-    if not callable(function):
-        raise TaskError(f"{label}: {module} has no function {attribute!r}")
-    file = getattr(found, "__file__", None)
-    return function, None if file is None else Path(file)
-
-
-def _import(path: Path) -> ModuleType:
-    try:
-        return import_file(path)
-    except UsageError as error:
-        raise TaskError(str(error)) from error
