@@ -27,7 +27,8 @@ from troll_lab.tasks.dataset_task import (
     without,
 )
 from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Divide, Row, Rows, Source
+from troll_lab.tasks.rows import Column, Row, Rows
+from troll_lab.tasks.splits import Divide, Source
 from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
 from troll_sandbox.cases import Tests
 from troll_sandbox.limits import MEBIBYTE

@@ -12,7 +12,8 @@ from datasets import Dataset, concatenate_datasets
 
 from troll_lab.rewards.answers import AnswerFormat, FormatReward
 from troll_lab.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
-from troll_lab.tasks.rows import Column, Divide, Row, Rows, Source, UnfitColumn, read_splits
+from troll_lab.tasks.rows import Column, Row, Rows, UnfitColumn
+from troll_lab.tasks.splits import Divide, Source, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
 # Arrow's 32-bit offsets allow 2 GiB of text in a column: a few thousand rows, if their tests are long.
@@ -216,7 +217,7 @@ def dataset_task(
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
         references=[example.reference for example in (*learned, *held_out[: config.eval_size])],
-        hub_dataset=None if config.dataset_path else source.name,
+        hub_dataset=None if config.dataset_path or source.path else source.name,
     )
 
 

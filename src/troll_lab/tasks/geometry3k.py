@@ -11,7 +11,8 @@ from troll_lab.rewards.mathematics import MathGrader
 from troll_lab.tasks.dataset_task import Options
 from troll_lab.tasks.mathematics import check_math_verify
 from troll_lab.tasks.registry import Task, TaskConfig, register_task, spaced_once
-from troll_lab.tasks.rows import Column, Rows, Source, read_splits
+from troll_lab.tasks.rows import Column, Rows
+from troll_lab.tasks.splits import Source, read_splits
 
 _COLUMNS = {name: Column((name,)) for name in ("images", "problem", "answer")}
 _FEATURES = Features({"images": List(Image()), "prompt": Value("string"), "answer": Value("string")})

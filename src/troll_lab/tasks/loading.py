@@ -30,7 +30,8 @@ from troll_lab.tasks.registry import (
     registration_of,
     spaced_once,
 )
-from troll_lab.tasks.rows import Column, Row, Source
+from troll_lab.tasks.rows import Column, Row
+from troll_lab.tasks.splits import SUFFIXES, Source
 from troll_lab.terminal import UsageError
 from troll_lab.user_files import import_file, load_function
 from troll_lab.values import read_yaml
@@ -192,14 +193,8 @@ def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
 def _load_yaml(path: Path, config: TaskConfig) -> Task:
     fields = _yaml_fields(path)
     columns = {name: Column((column,)) for name, column in fields["columns"].items()}
-    local, source = _yaml_source(path, fields)
-    config = replace(
-        config,
-        dataset_path=config.dataset_path or local,
-        task_options={**fields.get("task_options", {}), **config.options},
-    )
-    if config.dataset_path != local:
-        source = replace(source, held_out_file=None)
+    source = _yaml_source(path, fields)
+    config = replace(config, task_options={**fields.get("task_options", {}), **config.options})
     reward = fields["reward"]
     if reward in _REWARDS:
         answer, load = _REWARDS[reward]
@@ -259,21 +254,19 @@ def _yaml_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _yaml_source(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
-    """The path of the local data, None if the file names none; and the hub's data set."""
+def _yaml_source(path: Path, fields: dict[str, Any]) -> Source:
     local = path.parent / Path(fields["dataset"]).expanduser()
-    source = Source(
+    held_out = path.parent / Path(fields["eval_dataset"]).expanduser() if "eval_dataset" in fields else None
+    if not local.exists():
+        if held_out is not None:
+            raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
+        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in SUFFIXES:
+            raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
+    return Source(
         fields["dataset"],
         fields.get("dataset_config"),
         train=fields.get("train_split", "train"),
         held_out=fields.get("eval_split", "test"),
+        path=local if local.exists() else None,
+        held_out_path=held_out,
     )
-    if not local.exists():
-        if "eval_dataset" in fields:
-            raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
-        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in (".json", ".jsonl", ".parquet"):
-            raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
-        return None, source
-    if "eval_dataset" in fields:
-        source = replace(source, held_out_file=path.parent / Path(fields["eval_dataset"]).expanduser())
-    return str(local), source

@@ -20,7 +20,8 @@ from troll_lab.tasks.dataset_task import (
     without,
 )
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Row, Source
+from troll_lab.tasks.rows import Column, Row
+from troll_lab.tasks.splits import Source
 
 _TEMPLATE = "{question}\n{instruction}"
 

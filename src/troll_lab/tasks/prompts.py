@@ -2,7 +2,8 @@
 
 from troll_lab.tasks.dataset_task import Example, Options, PromptStyle, dataset_task
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Source
+from troll_lab.tasks.rows import Column
+from troll_lab.tasks.splits import Source
 
 
 @register_task("prompts[:<hub data set>]", about="Prompts without answers, for a reward model.")

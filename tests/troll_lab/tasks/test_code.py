@@ -9,7 +9,8 @@ from tests.troll_sandbox.processes import no_bubblewrap
 from tests.troll_sandbox.test_fusion import server  # noqa: F401  a fixture
 from troll_lab.tasks import TaskConfig, TaskError, load_task
 from troll_lab.tasks.code import eurus_tests, load_tested, names_under_test
-from troll_lab.tasks.rows import Column, Source
+from troll_lab.tasks.rows import Column
+from troll_lab.tasks.splits import Source
 
 pytestmark = pytest.mark.needs_bubblewrap
 
