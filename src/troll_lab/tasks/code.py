@@ -84,7 +84,7 @@ def load_code(
     options = Options(config)
     partial_credit = options.take("partial_credit", FLAG, False)
     settings = _take_settings(options)
-    running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
+    running = _Running(options, on_server=settings["sandbox"] not in (None, GVISOR))
     shaping = take_shaping(options, answer_format=None)
 
     def rewards() -> Iterator[tuple[Reward, float]]:
@@ -123,9 +123,13 @@ class _Running:
         self._noted: dict[str, list[str]] = defaultdict(list)
 
     def example(self, row: Row, example: Example) -> Example:
-        """Returns the example with the options applied to its tests, and notes warnings."""
+        """Returns the example with its tests checked and the options applied to them, and notes warnings."""
         text = example.columns["tests"]
-        tests, fields = parse_tests(text), read_json(text)
+        try:
+            tests = parse_tests(text)
+        except ValueError as error:
+            raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error}") from error
+        fields = read_json(text)
         settings = self._settings(row, tests, fields)
         if all(getattr(tests, name) == value for name, value in settings.items()):
             return example
@@ -170,16 +174,18 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
     """
 
     def read(row: Row) -> Example:
-        prompt, entry_point = row.text("prompt"), row.text("entry_point")
-        tests = {"check": row.text("test"), "entry_point": entry_point, "setup": prompt}
-        columns = {"tests": _checked(row, "test", tests), "prefix": prompt}
+        prompt = row.text("prompt")
+        tests = {"check": row.text("tests"), "entry_point": row.text("entry_point"), "setup": prompt}
+        columns = {"tests": write_json(tests), "prefix": prompt}
         return Example(prompt, columns, reference=row.value("canonical_solution"))
 
     return load_code(
         config,
         Source("openai/openai_humaneval", train=None),
         columns={
-            **{name: Column((name,)) for name in ("prompt", "test", "entry_point")},
+            "prompt": Column(("prompt",)),
+            "tests": Column(("test",)),
+            "entry_point": Column(("entry_point",)),
             "canonical_solution": Column(("canonical_solution",), required=False),
         },
         read=read,
@@ -209,7 +215,7 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
         if names:
             tests["names"] = names
         question = "\n".join((row.text("prompt").strip(), "Your code should pass these tests:", "", *asserts))
-        return Example(question, {"tests": _checked(row, "tests", tests)}, reference=reference or None)
+        return Example(question, {"tests": write_json(tests)}, reference=reference or None)
 
     return load_code(
         config,
@@ -236,7 +242,7 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
             tests = eurus_tests(read_json(text))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error!r:.80}") from error
-        return Example(question, {"tests": _checked(row, "tests", tests)})
+        return Example(question, {"tests": write_json(tests)})
 
     return load_code(
         config,
@@ -254,8 +260,9 @@ def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column
     """
 
     def read(row: Row) -> Example:
-        tests: Any = {"asserts": _asserts(row)} if isinstance(row.value("tests"), list) else row.text("tests")
-        return Example(row.text("prompt"), {"tests": _checked(row, "tests", tests)})
+        is_list = isinstance(row.value("tests"), list)
+        tests = write_json({"asserts": _asserts(row)}) if is_list else row.text("tests")
+        return Example(row.text("prompt"), {"tests": tests})
 
     style = PromptStyle(_ASKED, _ASKED, INSTRUCTION)
     return load_code(config, source, columns=columns, read=read, style=style)
@@ -296,16 +303,6 @@ def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
     calls = [[read_json(line) for line in each.split("\n")] if isinstance(each, str) else each for each in inputs]
     results = [read_json(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs]
     return {"function": name, "inputs": calls, "outputs": results}
-
-
-def _checked(row: Row, field: str, tests: dict[str, Any] | str) -> str:
-    """The column `tests`, after checking that the grader can read it."""
-    text = tests if isinstance(tests, str) else write_json(tests)
-    try:
-        parse_tests(text)
-    except ValueError as error:
-        raise row.error(f"has no tests in its field {row.columns[field]!r}: {error}") from error
-    return text
 
 
 def _asserts(row: Row) -> list[str]:
