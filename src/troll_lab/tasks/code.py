@@ -11,7 +11,7 @@ from typing import Any
 
 from troll_lab.rewards.code import GVISOR, CodeGrader, passed_fraction
 from troll_lab.rewards.demands import PACKAGES, borrowed_packages, needs_plain
-from troll_lab.rewards.program import parse_tests
+from troll_lab.rewards.tests import parse_tests
 from troll_lab.tasks.dataset_task import (
     FLAG,
     NUMBER,
@@ -256,7 +256,7 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
 def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
     """Loads a task from two columns of a data set, `prompt` and `tests`; arguments as for `load_code`.
 
-    Tests are JSON as `troll_lab.rewards.program` reads it, or a list of assert statements.
+    Tests are JSON as `parse_tests` reads it, or a list of assert statements.
     """
 
     def read(row: Row) -> Example:
@@ -289,7 +289,7 @@ def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
 
 
 def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns tests of Eurus in the form that `troll_lab.rewards.program` reads.
+    """Returns tests of Eurus in the form that `parse_tests` reads.
 
     Lines may come as lists, and the arguments and the result of a call as JSON.
 
