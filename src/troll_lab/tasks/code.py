@@ -63,15 +63,8 @@ def load_code(
 ) -> Task:
     """Loads a task whose examples have the column `tests`, for `troll_lab.rewards.code.CodeGrader`.
 
-    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and `sandbox`
-    ("gvisor", or the address of a server, to test the programs instead), `overlong` of `take_shaping`, those of
-    `dataset_task`, and two about running the tests:
-
-    - `compare`: how printed text is compared unless the tests specify it, "tokens" or "numbers"; see
-      `troll_sandbox.output.same_output`.
-    - `plain_tests`: which tests that are code run in the program's process, where a program can fake its verdict: those
-      that specify it ("stated"); also those without a specification that need it, as far as
-      `troll_lab.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
+    docs/tasks.md describes its options: those of `CodeGrader`, `compare` and `plain_tests` (see `_Running`), `overlong`
+    of `take_shaping`, and those of `dataset_task`.
 
     Warns about rows whose tests need the program's process or run there, and about rows whose tests take a package's
     name from the program. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is

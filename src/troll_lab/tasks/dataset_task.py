@@ -109,6 +109,11 @@ class Options:
                 raise TaskError(f"task {self._task!r} reads no column {name!r}; it reads {', '.join(defaults)}")
         return {name: Column((given[name],)) if name in given else defaults[name] for name in defaults}
 
+    @property
+    def left(self) -> dict[str, Any]:
+        """The options that were not taken."""
+        return dict(self._given)
+
     def finish(self) -> None:
         """Refuses options that were not taken."""
         for name in self._given:

@@ -1,14 +1,15 @@
-"""The rows of a data set, from files or the hub, divided into training and held-out rows."""
+"""What is trained on, and what is held out: of the rows of files and the hub, and of generated questions."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import load_dataset
 
@@ -22,6 +23,19 @@ _NO_SPACE = re.compile(r"\S")
 
 #: The number of digits up to which every Python converts a text to an int.
 _LONGEST_INT = 640
+
+
+#: The splits of generated questions, which are as many as anyone asks for.
+Split = Literal["eval", "warmup", "train"]
+
+
+def sixteenth(text: str) -> int:
+    """The sixteenth of all texts, from 0, to which a text belongs, by its SHA-256.
+
+    A task whose splits are different sixteenths of its questions never holds out a question that it trains on, for any
+    sizes.
+    """
+    return hashlib.sha256(text.encode()).digest()[0] % 16
 
 
 @dataclass(frozen=True)
