@@ -80,7 +80,7 @@ def load_code(
     running = _Running(options, on_server=settings["sandbox"] not in (None, GVISOR))
     shaping = take_shaping(options, answer_format=None)
 
-    def rewards() -> Iterator[tuple[Reward, float]]:
+    def rewards() -> Iterator[tuple[Reward, float]]:  # begins when all options have been checked
         try:
             grader = CodeGrader(**settings)
         except (SandboxError, ValueError) as error:
