@@ -28,7 +28,7 @@ from troll_lab.tasks.dataset_task import (
 )
 from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.rows import Column, Row, Rows
-from troll_lab.tasks.splits import Divide, Source
+from troll_lab.tasks.splits import Source
 from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
 from troll_sandbox.cases import Tests
 from troll_sandbox.limits import MEBIBYTE
@@ -56,10 +56,8 @@ def load_code(
     config: TaskConfig,
     source: Source,
     *,
-    columns: dict[str, Column],
     read: Read,
     style: PromptStyle,
-    divide: Divide | None = None,
 ) -> Task:
     """Loads a task whose examples have the column `tests`, for `troll_lab.rewards.code.CodeGrader`.
 
@@ -94,11 +92,9 @@ def load_code(
         config,
         source,
         options,
-        columns=columns,
         read=lambda row: running.example(row, read(row)),
         style=style,
         rewards=rewards(),
-        divide=divide,
     )
     running.warn()
     return task
@@ -174,16 +170,19 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
 
     return load_code(
         config,
-        Source("openai/openai_humaneval", train=None),
-        columns={
-            "prompt": Column(("prompt",)),
-            "tests": Column(("test",)),
-            "entry_point": Column(("entry_point",)),
-            "canonical_solution": Column(("canonical_solution",), required=False),
-        },
+        Source(
+            "openai/openai_humaneval",
+            {
+                "prompt": Column(("prompt",)),
+                "tests": Column(("test",)),
+                "entry_point": Column(("entry_point",)),
+                "canonical_solution": Column(("canonical_solution",), required=False),
+            },
+            train=None,
+        ),
         read=read,
         style=PromptStyle(
-            "{question}", "Complete this function.\n\n```python\n{question}```\n\n{instruction}", INSTRUCTION
+            "{question}", INSTRUCTION, "Complete this function.\n\n```python\n{question}```\n\n{instruction}"
         ),
     )
 
@@ -212,16 +211,19 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
 
     return load_code(
         config,
-        Source("google-research-datasets/mbpp", "full"),
-        columns={
-            "prompt": Column(("text", "prompt")),
-            "tests": Column(("test_list",)),
-            "setup": Column(("test_setup_code",), required=False),
-            "reference": Column(("code",), required=False),
-        },
+        Source(
+            "google-research-datasets/mbpp",
+            {
+                "prompt": Column(("text", "prompt")),
+                "tests": Column(("test_list",)),
+                "setup": Column(("test_setup_code",), required=False),
+                "reference": Column(("code",), required=False),
+            },
+            "full",
+            divide=_as_published,
+        ),
         read=read,
-        style=PromptStyle(_COMMENT, _ASKED, INSTRUCTION),
-        divide=_as_published,
+        style=PromptStyle(_COMMENT, INSTRUCTION, _ASKED),
     )
 
 
@@ -239,14 +241,18 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
 
     return load_code(
         config,
-        Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "code")),
-        columns={"prompt": Column(("prompt",)), "tests": Column(("reward_model.ground_truth",))},
+        Source(
+            "PRIME-RL/Eurus-2-RL-Data",
+            {"prompt": Column(("prompt",)), "tests": Column(("reward_model.ground_truth",))},
+            held_out="validation",
+            only=("ability", "code"),
+        ),
         read=read,
-        style=PromptStyle(_ASKED, _ASKED, INSTRUCTION),
+        style=PromptStyle(_ASKED, INSTRUCTION),
     )
 
 
-def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
+def load_tested(config: TaskConfig, source: Source) -> Task:
     """Loads a task from two columns of a data set, `prompt` and `tests`; arguments as for `load_code`.
 
     Tests are JSON as `parse_tests` reads it, or a list of assert statements.
@@ -257,8 +263,7 @@ def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column
         tests = write_json({"asserts": _asserts(row)}) if is_list else row.text("tests")
         return Example(row.text("prompt"), {"tests": tests})
 
-    style = PromptStyle(_ASKED, _ASKED, INSTRUCTION)
-    return load_code(config, source, columns=columns, read=read, style=style)
+    return load_code(config, source, read=read, style=PromptStyle(_ASKED, INSTRUCTION))
 
 
 def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:

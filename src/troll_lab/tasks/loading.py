@@ -192,22 +192,21 @@ def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
 
 def _load_yaml(path: Path, config: TaskConfig) -> Task:
     fields = _yaml_fields(path)
-    columns = {name: Column((column,)) for name, column in fields["columns"].items()}
     source = _yaml_source(path, fields)
     config = replace(config, task_options={**fields.get("task_options", {}), **config.options})
     reward = fields["reward"]
     if reward in _REWARDS:
         answer, load = _REWARDS[reward]
-        if set(columns) != {"prompt", answer}:
-            given = ", ".join(columns)
+        if set(source.columns) != {"prompt", answer}:
+            given = ", ".join(source.columns)
             raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {given}")
-        return replace(load(config, source, columns=columns), files=[path])
+        return replace(load(config, source), files=[path])
     function, file = load_function(reward, path.parent, f"{path}: reward", *_REWARDS)
-    task = _load_rewarded(config, source, columns, function)
+    task = _load_rewarded(config, source, function)
     return replace(task, files=[path, file] if file else [path])
 
 
-def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
+def _load_rewarded(config: TaskConfig, source: Source, reward: RewardFunc) -> Task:
     """A task whose reward gets all columns except the prompt, as text, under the names of the YAML file."""
     options = Options(config)
     instructions = {"none": ""} | INSTRUCTIONS
@@ -215,15 +214,14 @@ def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column
     template = "{question}\n{instruction}" if instruction else "{question}"
 
     def read(row: Row) -> Example:
-        return Example(row.text("prompt"), {name: row.answer(name) for name in columns if name != "prompt"})
+        return Example(row.text("prompt"), {name: row.answer(name) for name in source.columns if name != "prompt"})
 
     return dataset_task(
         config,
         source,
         options,
-        columns=columns,
         read=read,
-        style=PromptStyle(template, template, instruction),
+        style=PromptStyle(template, instruction),
         rewards=[(reward, 1.0)],
     )
 
@@ -264,6 +262,7 @@ def _yaml_source(path: Path, fields: dict[str, Any]) -> Source:
             raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
     return Source(
         fields["dataset"],
+        {name: Column((column,)) for name, column in fields["columns"].items()},
         fields.get("dataset_config"),
         train=fields.get("train_split", "train"),
         held_out=fields.get("eval_split", "test"),

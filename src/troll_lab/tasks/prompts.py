@@ -22,10 +22,9 @@ def load(config: TaskConfig, hub_name: str) -> Task:
         raise TaskError("task 'prompts' has no data: name a hub data set, prompts:<hub data set>, or --dataset_path")
     return dataset_task(
         config,
-        Source(hub_name),
+        Source(hub_name, {"prompt": Column(("prompt",))}),
         Options(config),
-        columns={"prompt": Column(("prompt",))},
         read=lambda row: Example(row.text("prompt"), {}),
-        style=PromptStyle("{question}", "{question}", ""),
+        style=PromptStyle("{question}"),
         rewards=[],
     )

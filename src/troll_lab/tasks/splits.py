@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from datasets import load_dataset
 
 from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig, TaskError
-from troll_lab.tasks.rows import Records, Rows
+from troll_lab.tasks.rows import Column, Records, Rows
 from troll_lab.values import unique_keys
 
 #: The endings of local files with rows.
@@ -23,7 +23,6 @@ _NO_SPACE = re.compile(r"\S")
 
 #: The number of digits up to which every Python converts a text to an int.
 _LONGEST_INT = 640
-
 
 #: The splits of generated questions, which are as many as anyone asks for.
 Split = Literal["eval", "warmup", "train"]
@@ -40,32 +39,33 @@ def sixteenth(text: str) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: where its rows are, unless `dataset_path` names other data, and which of them a task takes.
+    """A data set: where its rows are, unless `dataset_path` names other data, and what a task takes of them.
 
     Attributes:
         name: Its name on the hub, e.g. `openai/gsm8k`.
+        columns: The columns that a task reads, by the task's names for them.
         config: Its configuration on the hub, if it has several.
         train: The split to train on; None for a benchmark.
         held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
         only: A column and the value that rows of the task have in it; ignored where that column is missing.
         path: A local file or folder instead of the hub.
         held_out_path: A local file with the rows to evaluate on, if `path` has only those to train on.
+        divide: A function that divides the rows of one file as the data set's authors did. It returns the indices of
+            training and of held-out rows, or None for a file that they did not divide.
     """
 
     name: str
+    columns: Mapping[str, Column]
     config: str | None = None
     train: str | None = "train"
     held_out: str = "test"
     only: tuple[str, str] | None = None
     path: Path | None = None
     held_out_path: Path | None = None
+    divide: Callable[[Rows], tuple[Sequence[int], Sequence[int]] | None] = lambda rows: None
 
 
-#: Divides the rows of one file, by index, into training and held-out ones; returns None to hold out the last ones.
-Divide = Callable[[Rows], tuple[Sequence[int], Sequence[int]] | None]
-
-
-def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None) -> tuple[Rows, Rows]:
+def read_splits(config: TaskConfig, source: Source) -> tuple[Rows, Rows]:
     """Reads training and held-out rows.
 
     They come from `config.dataset_path` or `source.path`: a folder with a train and a test file (`train.jsonl`,
@@ -77,7 +77,6 @@ def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None
         config: The path, and the number of rows of one file to hold out. With an `eval_size` of None, these are as many
             as a run holds out by default, so that an evaluation on all rows does not include training rows.
         source: The data set.
-        divide: Divides one file as the data set's authors did; None to hold out the last rows.
 
     Returns:
         The rows to train on, and the held-out rows, which may be more than `eval_size`.
@@ -95,8 +94,7 @@ def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None
         return rows, held_out
     if source.train is None:
         return rows.select([]), replace(rows, split="test")
-    parts = divide(rows) if divide is not None else None
-    train, test = parts or _without_the_last(rows, config.eval_size)
+    train, test = source.divide(rows) or _without_the_last(rows, config.eval_size)
     return rows.select(train), rows.select(test, "test")
 
 

@@ -198,7 +198,7 @@ def test_forms_of_eurus_tests():
 def with_tests(write, tests, **options):
     rows = [{"prompt": f"Write {number}.", "tests": each} for number, each in enumerate([*tests, tests[-1]])]
     config = TaskConfig("mine", write("rows.jsonl", rows), eval_size=1, task_options=options)
-    return load_tested(config, Source("mine"), columns={name: Column((name,)) for name in ("prompt", "tests")})
+    return load_tested(config, Source("mine", {name: Column((name,)) for name in ("prompt", "tests")}))
 
 
 def test_numbers_are_compared_as_the_data_or_the_option_says(write):

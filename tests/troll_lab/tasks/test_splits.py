@@ -16,13 +16,13 @@ def texts(count):
 
 
 def sizes(config=None, **source):
-    return [len(rows) for rows in read_splits(config or TaskConfig(), Source("hub/name", **source))]
+    return [len(rows) for rows in read_splits(config or TaskConfig(), Source("hub/name", {}, **source))]
 
 
 def test_a_folder(tmp_path, write):
     write("train.jsonl", texts(5))
     write("test.json", texts(4))
-    train, test = read_splits(TaskConfig(dataset_path=str(tmp_path)), Source("hub/name"))
+    train, test = read_splits(TaskConfig(dataset_path=str(tmp_path)), Source("hub/name", {}))
     assert (train.values("text"), test.values("text")) == (list("01234"), list("0123"))
     assert (train.split, train.origin) == ("train", str(tmp_path / "train.jsonl"))
     (tmp_path / "train.jsonl").unlink()
@@ -37,14 +37,14 @@ def test_read_splits_reads_json_objects_that_stand_anyhow(tmp_path):
         '{"text": "a\u2028b"} {"text": "c"}\r\n[{"other": 1}]\n',
     ):
         path.write_text(text)
-        train, test = read_splits(TaskConfig(dataset_path=str(path), eval_size=1), Source("hub/name"))
+        train, test = read_splits(TaskConfig(dataset_path=str(path), eval_size=1), Source("hub/name", {}))
         assert [*train.values("text"), *test.values("text")] == ["a\u2028b", "c", None]
         assert (train.features, test.values("other")) == ({"text": None, "other": None}, [1])
 
 
 def test_one_file_holds_out_its_end(write):
     path = write("rows.jsonl", texts(10))
-    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name"))
+    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name", {}))
     assert (len(train), test.values("text"), list(test.numbers), test.split) == (7, ["7", "8", "9"], [7, 8, 9], "test")
     for size, wanted in ((10, 10), (None, 256)):
         with pytest.raises(TaskError, match=f"has 10 rows, not enough to hold out eval_size={wanted} of them"):
@@ -53,7 +53,7 @@ def test_one_file_holds_out_its_end(write):
 
 def test_read_splits_without_eval_size_holds_out_as_many_rows_as_a_run(write, hub):
     path = write("rows.jsonl", texts(300))
-    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=None), Source("hub/name"))
+    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=None), Source("hub/name", {}))
     assert (len(train), list(test.numbers)) == (44, list(range(44, 300)))
     hub(HUB, train=texts(300))
     assert sizes(TaskConfig(eval_size=None)) == [44, 256]
@@ -69,9 +69,9 @@ def test_of_a_benchmark_everything_is_held_out(tmp_path, write, hub):
 
 def test_one_file_may_say_itself_how_it_is_divided(write):
     config = TaskConfig(dataset_path=write("rows.jsonl", texts(5)), eval_size=2)
-    train, test = read_splits(config, Source("hub/name"), lambda rows: ([0, 4], [2]))
+    train, test = read_splits(config, Source("hub/name", {}, divide=lambda rows: ([0, 4], [2])))
     assert (train.values("text"), test.values("text"), list(test.numbers)) == (["0", "4"], ["2"], [2])
-    train, test = read_splits(config, Source("hub/name"), lambda rows: None)
+    train, test = read_splits(config, Source("hub/name", {}, divide=lambda rows: None))
     assert (len(train), len(test)) == (3, 2)
 
 
@@ -89,7 +89,7 @@ def test_the_hub_with_and_without_a_test_split(hub):
 def test_the_rows_of_one_kind(write, hub):
     rows = [{"text": str(n), "ability": "code" if n % 2 else "math"} for n in range(6)]
     config = TaskConfig(dataset_path=write("rows.jsonl", rows), eval_size=2)
-    train, test = read_splits(config, Source("hub/name", only=("ability", "code")))
+    train, test = read_splits(config, Source("hub/name", {}, only=("ability", "code")))
     assert (train.values("text"), list(train.numbers), test.values("text")) == (["1"], [1], ["3", "5"])
     hub(HUB, train=rows)
     assert sizes(TaskConfig(eval_size=2), only=("ability", "code")) == [1, 2]
@@ -115,7 +115,7 @@ def test_read_splits_gives_one_line_for_unreadable_data_of_the_hub(monkeypatch, 
     monkeypatch.setattr(splits_module, "load_dataset", Mock(side_effect=raised))
     message = f"cannot load hub/name from the Hugging Face hub, configuration x: {str(raised).splitlines()[0]}"
     with pytest.raises(TaskError, match=f"^{re.escape(message)}$"):
-        read_splits(TaskConfig(), Source("hub/name", "x"))
+        read_splits(TaskConfig(), Source("hub/name", {}, "x"))
 
 
 @pytest.mark.parametrize(
