@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Value
@@ -19,7 +19,7 @@ from datasets import ClassLabel, Dataset, Value
 from troll_lab.tasks.registry import TaskError
 
 #: Rows of a Parquet file or the hub, or those of a JSON file as Python's values.
-Records = Dataset | Sequence[Mapping[str, Any]]
+Records: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
 
 #: Types of values that cannot be answers, in words.
 _UNFIT: dict[type | tuple[type, ...], str] = {
