@@ -20,9 +20,10 @@ from troll_lab.runs.toy_model import toy_model
 from troll_lab.runs.toy_network import TOY, TOY_MODELS
 from troll_lab.tasks import Task, load_task
 from troll_lab.tasks.chat_template import prompt_texts
-from troll_lab.tasks.loading import decontaminate, load_function
+from troll_lab.tasks.loading import decontaminate
 from troll_lab.terminal import one_line
 from troll_lab.trl import LabTrainer
+from troll_lab.user_files import load_function
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def build(recipe: Recipe, folder: Path) -> BuiltRun:
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, or a
             resumed run has other settings than before.
-        troll_lab.tasks.TaskError: If the task or the rollout function cannot be loaded, or the model's chat template
-            refuses the prompts.
+        UsageError: If the rollout function cannot be loaded.
+        troll_lab.tasks.TaskError: If the task cannot be loaded, or the model's chat template refuses the prompts.
     """
     try:
         check_back_ends(recipe.training.report_to or [])
