@@ -1,7 +1,7 @@
 """Old policies from vLLM: the top-K log-probabilities at every sampled token, for `anchor: rollout`.
 
-In verl's registry, `replica_class` replaces verl's own class under the name `vllm`: it does the same, and its server
-also reports the distributions from which it sampled. `troll.verl.agent_loop` carries them into the batch.
+`troll.verl.plugin` puts `server_class` in the place of verl's own server: it does the same, and also reports the
+distributions from which it sampled. `troll.verl.agent_loop` carries them into the batch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor
 
 from troll import Truncation
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.reported import old_policy_record
-from troll.verl.seam.rollout import RolloutReplica
+from troll.verl.seam.rollout import vllm_server
 
 #: The key of our settings under `actor_rollout_ref.rollout.custom`.
 CUSTOM = "trust_region"
@@ -164,21 +165,6 @@ def reporting(server_class: type) -> type:
     return ReportingServer
 
 
-def replica_class(own: type[RolloutReplica]) -> type[RolloutReplica]:
-    """Extends a replica class of verl's so that its vLLM server reports, if `anchor=rollout` asks for it.
-
-    Args:
-        own: verl's own class, which does everything else.
-    """
-
-    class ReportingReplica(own):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            custom = getattr(self.config, "custom", None) or {}
-            if custom.get(CUSTOM, {}).get("anchor") == "rollout":
-                import ray
-                from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-                self.server_class = ray.remote(reporting(vLLMHttpServer))
-
-    return ReportingReplica
+def server_class() -> Any:
+    """The Ray class of verl's vLLM server, extended so that it reports."""
+    return ray.remote(reporting(vllm_server()))

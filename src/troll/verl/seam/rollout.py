@@ -11,7 +11,7 @@ try:
     from verl.utils.rollout_trace import rollout_trace_op
     from verl.utils.tokenizer import normalize_token_ids
     from verl.workers.rollout.llm_server import LLMServerClient
-    from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+    from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 except ImportError as error:
     raise lacking(error) from error
 
@@ -26,3 +26,11 @@ check(NEEDED)
 
 if "extra_fields" not in TokenOutput.model_fields:
     raise lacking("extra_fields of TokenOutput (records of a completion)")
+
+
+def vllm_server() -> type:
+    """verl's vLLM server, whose module needs vLLM."""
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    server: type = vLLMHttpServer
+    return server
