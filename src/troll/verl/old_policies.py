@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from tensordict import TensorDict

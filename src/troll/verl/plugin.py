@@ -58,7 +58,7 @@ def refuse_unread(config: Any) -> None:
 
 @when_imported("verl.workers.rollout.replica")
 def _report(module: Any) -> None:
-    """With `anchor: rollout`, gives verl's vLLM replicas a server that reports the distributions that it sampled from."""
+    """With `anchor: rollout`, gives verl's vLLM replicas a server that reports its distributions."""
     registry = getattr(module, "RolloutReplicaRegistry", None)
     own = getattr(registry, "_registry", {}).get("vllm")
     if registry is None or own is None:  # another verl, which the configuration reports if TROLL is asked for
