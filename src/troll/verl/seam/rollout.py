@@ -26,11 +26,3 @@ check(NEEDED)
 
 if "extra_fields" not in TokenOutput.model_fields:
     raise lacking("extra_fields of TokenOutput (records of a completion)")
-
-
-def vllm_server() -> type:
-    """verl's vLLM server, whose module needs vLLM."""
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    server: type = vLLMHttpServer
-    return server
