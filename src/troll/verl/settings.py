@@ -130,7 +130,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         return None if kept.keeps_all else kept
 
     def _check_sampling(self) -> None:
-        """Refuses settings with which the rollout draws from another policy than the old one, or verl compares them."""
+        """Refuses settings with which the old policy is not the one that verl samples from, or compares."""
         if self.truncation is not None and self.kl_in_reward:
             raise ValueError(
                 "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
