@@ -11,6 +11,7 @@ from tests.troll.huggingface.heads import CAPTURE, batch, captured, scored
 from tests.troll.trl import tiny
 from tests.troll.trl.tiny import assert_same_gradients, gradients, move
 from troll import Constraint, Truncation, huggingface
+from troll.huggingface.dropout import dropout_rates
 
 BOUND = 0.01
 
@@ -179,6 +180,18 @@ def test_mask_of_a_prompt_is_refused():
     part = scored(inputs).clone()
     part[0] = False
     troll.troll_loss(step, advantages, part)
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout_ratio", "drop_rate", "drop_prob", "emb_pdrop", "ffn_dropout", "attn_dropout_p", "layerdrop"]
+)
+def test_dropout_rates_finds_the_rate_of_a_function_by_its_name(name):
+    module: Any = torch.nn.Identity()
+    setattr(module, name, 0.0)
+    module.drop_threshold, module.token_dropout, module.p = 0.4, True, 0.5
+    assert list(dropout_rates(module)) == []
+    setattr(module, name, 0.1)
+    assert list(dropout_rates(module)) == [(module, name)]
 
 
 #: Rates of layers and of functions, by architecture.
