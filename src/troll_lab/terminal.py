@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -99,3 +99,12 @@ def first_sentence(recipe: str) -> str:
 def one_line(message: object, most: int | None = None) -> str:
     """An error's message without its line breaks, cut to at most `most` characters."""
     return " ".join(str(message).split())[:most]
+
+
+@contextlib.contextmanager
+def raised_as(kind: type[Exception], label: str = "") -> Iterator[None]:
+    """Raises a ValueError of the context as an error of another kind, in one line that begins with a label."""
+    try:
+        yield
+    except ValueError as error:
+        raise kind(f"{label}{one_line(error)}") from error
