@@ -25,12 +25,15 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
     """Runs a command and prints its errors, each in one line.
 
     Args:
-        command: Returns its exit code. It may import packages that are not installed, and may raise UsageError.
+        command: Returns its exit code. It may import packages that are not installed, and may raise UsageError, or
+            SandboxError where programs cannot be run.
         extras: The extras of this library that install the packages.
 
     Returns:
         The exit code.
     """
+    from troll_sandbox import SandboxError
+
     try:
         with warnings.catch_warnings():
             ignore_remarks_of_libraries()
@@ -40,7 +43,7 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
         return INTERRUPTED
     except ModuleNotFoundError as error:
         return fail(f'{error}: pip install "troll-rl[{extras}]"')
-    except (ImportError, UsageError) as error:
+    except (ImportError, UsageError, SandboxError) as error:
         return fail(error)
 
 

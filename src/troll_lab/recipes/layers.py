@@ -55,6 +55,30 @@ def find(name_or_path: str) -> Path:
     raise RecipeError(f"no recipe or YAML file {name_or_path!r}{hint}; recipes: {', '.join(names())}")
 
 
+def layered(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any]], Overrides, list[str]]:
+    """Reads a recipe's file with all it extends, imports its plugins, and lays the words of a command on top.
+
+    Returns:
+        The settings; the grid of the recipe; the command's own settings; and the plugins.
+
+    Raises:
+        RecipeError: If a file is not a recipe, a field is unknown, a plugin cannot be imported, or a word cannot be
+            read.
+    """
+    below, grid = _read_file(path)
+    above = split(overrides)
+    loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
+    settings = left_by(above.given, below, above.given.get("surrogate"))
+    for name, value in above.inner.items():  # the other settings of a dictionary stay
+        field = field_of(name)
+        held = settings.get(field) or {}
+        settings[field] = {
+            **(dictionary(field, held) if isinstance(held, str) else held),
+            name.partition(".")[2]: value,
+        }
+    return settings, grid, above, loaded
+
+
 def read(name_or_path: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Reads a recipe with all it extends.
 
@@ -67,10 +91,10 @@ def read(name_or_path: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     Raises:
         RecipeError: If the recipe or a field is unknown, or the file is not a recipe.
     """
-    return read_file(find(name_or_path))
+    return _read_file(find(name_or_path))
 
 
-def read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def _read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """As `read`, for the file of a recipe that the files `below` extend."""
     if path.resolve() in below:
         raise RecipeError(f"{path} extends itself")
@@ -83,7 +107,7 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
         neighbour = path.parent / name
         with raised_as(RecipeError, f"{path}: extends: "):
             extended = neighbour if neighbour.is_file() else find(name)
-        settings, grid = read_file(extended, (*below, path.resolve()))
+        settings, grid = _read_file(extended, (*below, path.resolve()))
     axes = own.pop("grid", {})
     _check_layer(path, own, axes)
     if PLUGINS in own:
@@ -208,19 +232,6 @@ def _without_plugins(overrides: Sequence[str]) -> tuple[list[str], list[str] | N
         else:
             rest.append(word)
     return rest, names
-
-
-def combined(below: dict[str, Any], above: Overrides) -> dict[str, Any]:
-    """What a recipe sets and a command leaves, with the settings inside dictionaries that the command gives."""
-    settings = left_by(above.given, below, above.given.get("surrogate"))
-    for name, value in above.inner.items():
-        field = field_of(name)
-        held = settings.get(field) or {}
-        settings[field] = {
-            **(dictionary(field, held) if isinstance(held, str) else held),
-            name.partition(".")[2]: value,
-        }
-    return settings
 
 
 def load_plugins(path: Path, of_recipe: Sequence[str], given: Sequence[str] | None) -> list[str]:

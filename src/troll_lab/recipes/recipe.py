@@ -36,7 +36,7 @@ from troll_lab.recipes.fields import (
     dictionary,
     field_of,
 )
-from troll_lab.recipes.layers import FOLDER, Overrides, combined, find, load_plugins, name_of, read_file, split
+from troll_lab.recipes.layers import FOLDER, Overrides, find, layered, name_of
 from troll_lab.tasks import TaskConfig
 from troll_lab.terminal import first_sentence, one_line
 from troll_lab.trl import LabConfig
@@ -82,10 +82,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             point of a grid, or they ask for vLLM where it is not installed.
     """
     path = find(name_or_path)
-    below, grid = read_file(path)
-    above = split(overrides)
-    loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
-    settings = combined(below, above)
+    settings, grid, above, loaded = layered(path, overrides)
     here = vllm is None
     if here:
         _refuse_half_precision(path, settings, above)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from troll_lab.evaluation.estimators import wilson_interval
 from troll_lab.reports.curves import Chart, changes, curve_card
 from troll_lab.reports.figures import Scale
 from troll_lab.reports.page import Section
 from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST, Rows, eval_questions, metric, number
-from troll_lab.runs.statistics import wilson_interval
 
 #: ε over time.
 BOUND = TRUST + "kl_bound"

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from troll.files import write_atomically
+from troll_lab.evaluation.estimators import wilson_interval
 from troll_lab.reports.charts import sections
 from troll_lab.reports.page import render
 from troll_lab.runs.recorded import (
@@ -20,7 +21,6 @@ from troll_lab.runs.recorded import (
     read_metrics,
     read_summary,
 )
-from troll_lab.runs.statistics import wilson_interval
 from troll_lab.runs.text import duration, percent, problems
 
 _FACTS = {

@@ -1,4 +1,4 @@
-"""A comparison as tables: on the terminal, in Markdown for a README, and as JSON for other programs; and its files."""
+"""A comparison as tables: on the terminal, in Markdown for a README, and as JSON for other programs."""
 
 from __future__ import annotations
 
