@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll.files import json_text, write_atomically
@@ -150,9 +150,7 @@ class RunFiles(TrainerCallback):
         self.path, self.task = folder / "metrics.jsonl", task
         self.answers, self.eval_metrics = folder / ANSWERS, eval_metrics
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the files with what the checkpoint had; for a new run, they are empty."""
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
@@ -160,23 +158,23 @@ class RunFiles(TrainerCallback):
             kept = [row for row in read_metrics(self.answers) if row["step"] <= state.global_step] if resumed else []
             write_atomically(self.answers, "".join(map(_line, kept)))
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends the newest log."""
         if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
             with self.path.open("a") as file:
                 file.write(_line(state.log_history[-1]))
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends answers of an evaluation on the task that is trained on."""
         if state.is_world_process_zero and "eval_loss" in kwargs["metrics"]:
             row = {"step": state.global_step, "answers": [asdict(each) for each in self.eval_metrics.answers]}
             with self.answers.open("a") as file:
                 file.write(_line(row))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes `task.json` into the checkpoint."""
         if state.is_world_process_zero:
-            self.task.write(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+            self.task.write(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
 
 class ProgressLine(TrainerCallback):
@@ -188,19 +186,17 @@ class ProgressLine(TrainerCallback):
         self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
         self.latest: dict[str, str] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the bar at the run's first step."""
         self.bar = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
         if state.is_world_process_zero and self.console.is_terminal:
             self.progress.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Moves the bar."""
         self.progress.update(self.bar, completed=state.global_step)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the newest figures."""
         logs = state.log_history[-1]
         shown = {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
@@ -227,7 +223,7 @@ class OtherTasks(TrainerCallback):
     def __init__(self, trainer: LabTrainer, tasks: Sequence[Task]) -> None:
         self.trainer, self.tasks = trainer, tasks
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
         if "eval_loss" in kwargs["metrics"]:
             for task in self.tasks:
@@ -273,7 +269,7 @@ class StopAfterRollout(TrainerCallback):
             # The signal may have interrupted `print`, which cannot be called again before it returns.
             os.write(2, _STOPPING)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Saves and ends the training if a rollout has had all its updates; every process has to agree."""
         trainer = self._trainer
         if micro_batches_done(trainer) % trainer.args.rollout_steps or state.global_step >= state.max_steps:
