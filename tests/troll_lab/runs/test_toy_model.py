@@ -195,7 +195,7 @@ def sums(warm_up, **options):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (sums({"steps": 3}), "warm_up: the toy model has no setting 'steps'; it has target_success, max_steps"),
+        (sums({"steps": 3}), "warm_up: the toy model has no setting 'steps', did you mean max_steps"),
         (sums({"format_share": 0}), r"format_share of the toy model must be in \(0, 1\], got 0"),
         (sums({"max_steps": "many"}), "max_steps of the toy model must be an integer, at least 1, got 'many'"),
         (sums({"fall_steps": 0}), "fall_steps of the toy model must be an integer, at least 1, got 0"),
