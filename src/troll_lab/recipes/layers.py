@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -182,8 +183,10 @@ def split(overrides: Sequence[str]) -> Overrides:
     Raises:
         RecipeError: If a value is missing or cannot be read, or a setting inside a dictionary is in no dictionary.
     """
-    overrides, named = _without_plugins(overrides)
-    words, rest, given, inner = deque(overrides), list[str](), dict[str, str | None](), dict[str, Any]()
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{PLUGINS}", nargs="*")
+    named, others = parser.parse_known_args(overrides)
+    words, rest, given, inner = deque(others), list[str](), dict[str, str | None](), dict[str, Any]()
     while words:
         word = words.popleft()
         if not word.startswith("--"):
@@ -214,24 +217,7 @@ def split(overrides: Sequence[str]) -> Overrides:
             inner[name] = read_value(found)
     if both := [name for name in inner if field_of(name) in given]:
         raise RecipeError(f"--{field_of(both[0])} and --{both[0]} set the same dictionary: give one of the two")
-    return Overrides(rest, given, inner, named)
-
-
-def _without_plugins(overrides: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Takes `--plugins NAME NAME` out of the words of a command; the names are None if it is not there."""
-    rest, names, inside = list[str](), None, False
-    for word in overrides:
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            inside = name == PLUGINS
-            if inside:
-                names = [value] if equals else []
-                continue
-        if inside and names is not None:
-            names.append(word)
-        else:
-            rest.append(word)
-    return rest, names
+    return Overrides(rest, given, inner, named.plugins)
 
 
 def load_plugins(path: Path, of_recipe: Sequence[str], given: Sequence[str] | None) -> list[str]:

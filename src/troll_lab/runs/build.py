@@ -14,6 +14,7 @@ from trl import get_peft_config, get_quantization_config
 from troll.trl.checks import refuse_few_rows
 from troll.trl.resumed_settings import may_change
 from troll_lab import recipes
+from troll_lab.evaluation.model import not_loadable
 from troll_lab.evaluation.training_task import TrainingTask
 from troll_lab.lock import ANOTHER_FOLDER
 from troll_lab.recipes import Recipe, RecipeError
@@ -184,26 +185,7 @@ def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | Pro
             f"the processor of {model_path} needs a package that is missing: {one_line(error)}"
         ) from error
     except (OSError, ValueError) as error:
-        raise _missing_model(model_path) from error
-
-
-#: The name of the model that `make smollm2` fetches, on the hub and in its folder.
-_SMOLLM2 = "SmolLM2-135M-Instruct"
-
-
-def _missing_model(model_path: str) -> RecipeError:
-    if Path(model_path).exists():
-        return RecipeError(f"{model_path} does not hold a model and a tokenizer that transformers can load")
-    instead = "check the name and the network, or give a local folder with --model_name_or_path"
-    if Path(model_path).name == _SMOLLM2:
-        instead = (
-            "without the hub, run make smollm2 in a checkout of TROLL, and then train with --model_name_or_path "
-            f"models/{_SMOLLM2}"
-        )
-    return RecipeError(
-        f"cannot load the model {model_path!r}: there is no such folder, and the Hugging Face hub does not have it or "
-        f"cannot be reached; {instead}"
-    )
+        raise RecipeError(f"model_name_or_path: {not_loadable(model_path)}") from error
 
 
 def _trainer(
@@ -242,7 +224,7 @@ def _trainer(
             f"the weights of {model_path} cannot be read, {error}: download or save them again"
         ) from error
     except OSError as error:
-        raise _missing_model(model_path) from error
+        raise RecipeError(f"model_name_or_path: {not_loadable(model_path)}") from error
     except ValueError as error:  # some settings are checked only here
         raise RecipeError(one_line(error)) from error
     for callback in (PrinterCallback, ProgressCallback):
