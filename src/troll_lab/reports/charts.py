@@ -16,10 +16,10 @@ from troll_lab.reports.page import Section
 from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST, Rows, eval_questions, metric, number
 
 #: ε over time.
-BOUND = TRUST + "kl_bound"
+_BOUND = TRUST + "kl_bound"
 _DIAGNOSTICS = TRUST + "diagnostics/"
 #: The conditioning of the projection's multiplier, and the norm of the whole gradient.
-CONDITIONING, GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
+_CONDITIONING, _GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
 
 #: The charts of a single run by section, in the order of the page.
 CHARTS: Mapping[str, Sequence[Chart]] = {
@@ -81,7 +81,7 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
             "KL bound ε",
             "nats",
             "from zero",
-            {BOUND: "ε"},
+            {_BOUND: "ε"},
             "The bound itself, which this run changes while it trains.",
             shown="if it changes",
         ),
@@ -248,7 +248,7 @@ def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
 
 def _bound(rows: Rows, summary: Mapping[str, Any]) -> pd.Series | None:
     """ε by step if it changes, else a single value; None if it is unknown."""
-    bound, fixed = metric(rows, BOUND), number(summary.get("kl_bound"), (1e-300, math.inf))
+    bound, fixed = metric(rows, _BOUND), number(summary.get("kl_bound"), (1e-300, math.inf))
     if changes(bound):
         return bound
     return None if fixed is None else pd.Series([fixed])
@@ -258,8 +258,8 @@ def _note(chart: Chart, rows: Rows) -> str:
     """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
     notes = []
     for key, label in chart.lines.items():
-        if key.startswith(CONDITIONING):
-            both = pd.concat([metric(rows, key), metric(rows, GRADIENT_NORM)], axis=1, join="inner")
+        if key.startswith(_CONDITIONING):
+            both = pd.concat([metric(rows, key), metric(rows, _GRADIENT_NORM)], axis=1, join="inner")
             if len(both) > 2 and all(changes(both[column]) for column in both):  # else nothing can correlate
                 correlation = both.corr(method="spearman").iloc[0, 1]
                 shown = f"{correlation:+.2f}".replace("-", "−")
