@@ -11,6 +11,7 @@ from experiments import RECIPES
 from troll.files import json_text
 from troll_lab import recipes
 from troll_lab.recipes import RecipeError
+from troll_lab.recipes.fields import TEXTS
 from troll_lab.runs.grid import expand
 
 
@@ -497,3 +498,10 @@ def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str,
 def test_fields_that_take_several_values_are_found_by_their_types() -> None:
     assert {"reward_weights", "eval_tasks", "lora_target_modules", "report_to", "optim_target_modules"} <= recipes.LISTS
     assert not recipes.LISTS & {"kl_bound", "surrogate_kwargs", "generation_kwargs", "surrogate", "task"}
+
+
+def test_a_field_that_takes_only_a_list_takes_one_from_a_recipe(tmp_path: Path) -> None:
+    assert not recipes.LISTS & TEXTS
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: quickstart\ninclude_for_metrics: [loss]\n")
+    assert recipes.load(str(path)).training.include_for_metrics == ["loss"]

@@ -26,7 +26,7 @@ def blocks(language):
 def test_the_page_shows_the_examples():
     warm_up, geometry = blocks("yaml")
     assert geometry == (EXAMPLES / "geometry.yaml").read_text()
-    assert WarmUp.of(TaskConfig(**yaml.safe_load(warm_up))).format_share == 0.02
+    assert WarmUp(**yaml.safe_load(warm_up)["warm_up"]).format_share == 0.02
     assert blocks("python")[0] == (EXAMPLES / "sorting.py").read_text()
 
 
