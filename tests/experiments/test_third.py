@@ -290,7 +290,7 @@ def test_followed_has_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyP
     }  # fmt: skip
     rates, kls = drawings["followed"].draw(drawings["followed"].data).axes
     assert rates.get_yscale() == "log" and "followed.svg" in text
-    assert [each.get_ydata().tolist() for each in kls.lines] == [line["kl"], line["wanted"]]
+    assert [np.asarray(each.get_ydata()).tolist() for each in kls.lines] == [line["kl"], line["wanted"]]
 
 
 def test_rates_are_a_column_of_tables_that_have_them(tmp_path: Path) -> None:
