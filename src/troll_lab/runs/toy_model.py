@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from troll.trl.own_settings import number, parse
 
+from troll.settings import number, parse
 from troll_lab.runs.toy_network import (
     EOS,
     IGNORED_LABEL,
