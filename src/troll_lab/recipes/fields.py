@@ -76,7 +76,7 @@ def field_of(name: str) -> str:
 
 
 def default(name: str) -> Any:
-    """The default of a field, as YAML and JSON hold it; None for what is no field."""
+    """The default of a field, as YAML and JSON hold it; None for a name that is not a field."""
     if name not in _FIELDS:
         return None
     value, factory = _FIELDS[name].default, _FIELDS[name].default_factory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -17,6 +17,7 @@ from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST, Rows, eval_questio
 
 #: ε over time.
 _BOUND = TRUST + "kl_bound"
+_WANTED = TRUST + "kl_target/wanted"
 _DIAGNOSTICS = TRUST + "diagnostics/"
 #: The conditioning of the projection's multiplier, and the norm of the whole gradient.
 _CONDITIONING, _GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
@@ -226,7 +227,11 @@ def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
     # The charts of a trust region are not missing in a run without one.
     without_region = summary.get("surrogate", "troll") != "troll"
     names = dict.fromkeys(name for row in rows for name in row)
-    more = {"Evaluation": evaluation_charts(names), "Diagnostics": diagnostic_charts(names)}
+    more = {
+        "KL target": target_charts(names),
+        "Evaluation": evaluation_charts(names),
+        "Diagnostics": diagnostic_charts(names),
+    }
     found = []
     for title, charts in {**CHARTS, **more}.items():
         cards, missing = [], []
@@ -277,6 +282,31 @@ def diagnostic_charts(names: Iterable[str]) -> list[Chart]:
         charts.append(_diagnostic(title, unit, scale, members, caption))
     charts += [_diagnostic(_words(name).capitalize(), "", "linear", [name], "") for name in left]
     return [chart for chart in charts if chart.lines]
+
+
+def target_charts(names: Collection[str]) -> list[Chart]:
+    """The charts of a run whose learning rate follows a KL target, which other runs lack."""
+    if _WANTED not in names:
+        return []
+    return [
+        Chart(
+            "KL measured and wanted",
+            "nats, log scale",
+            "log",
+            {TRUST + "kl_before_mean": "measured", _WANTED: "wanted"},
+            "How far the updates of a rollout have moved the policy, in the mean of their tokens, and how far "
+            "`kl_target` wants them to.",
+            shown="if logged",
+        ),
+        Chart(
+            "Learning rate",
+            "log scale",
+            "log",
+            {"learning_rate": "learning rate"},
+            "The rate that was used. The target sets it so that the two lines meet, and the schedule multiplies it.",
+            shown="if logged",
+        ),
+    ]
 
 
 def evaluation_charts(names: Iterable[str]) -> list[Chart]:
