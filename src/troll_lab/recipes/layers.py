@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from troll_lab.recipes.fields import (
     dictionary,
     field_of,
 )
+from troll_lab.tasks import TaskConfig
 from troll_lab.terminal import raised_as
 from troll_lab.trl import LabConfig
 from troll_lab.values import read_value, read_yaml
 
 FOLDER = Path(__file__).parent
+#: Fields whose value has settings of its own: its default, and the dictionary of these settings.
+OWNERS = {"surrogate": (LabConfig.surrogate, "surrogate_kwargs"), "task": (TaskConfig.task, "task_options")}
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
 
@@ -69,7 +72,7 @@ def layered(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[
     below, grid = _read_file(path)
     above = split(overrides)
     loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
-    settings = left_by(above.given, below, above.given.get("surrogate"))
+    settings = left_by(above.given, below, above.given)
     for name, value in above.inner.items():  # the other settings of a dictionary stay
         field = field_of(name)
         held = settings.get(field) or {}
@@ -116,7 +119,7 @@ def _read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
             own[PLUGINS] = plugins.resolved(own[PLUGINS], path.parent)
     inherited = {name: values for name, values in grid.items() if name not in own}
     above = {*own, *axes}
-    settings = {**left_by(above, settings, own.get("surrogate")), **own}
+    settings = {**left_by(above, settings, own), **own}
     return settings, {**left_by(above, inherited), **axes}
 
 
@@ -141,17 +144,21 @@ def _check_layer(path: Path, own: dict[str, Any], axes: Any) -> None:
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
 
 
-def left_by(above: Collection[str], settings: dict[str, Any], surrogate: object = None) -> dict[str, Any]:
+def left_by(
+    above: Collection[str], settings: dict[str, Any], values: Mapping[str, object] | None = None
+) -> dict[str, Any]:
     """The settings of a layer that the fields of the layer above do not replace.
 
     Args:
         above: The fields of the layer above.
         settings: The settings below.
-        surrogate: The surrogate of the layer above; with another one, a surrogate's own settings are not inherited.
+        values: The values of these fields: the settings of another surrogate or task are not inherited.
     """
     replaced = ROLLOUT_LENGTH if ROLLOUT_LENGTH & set(above) else frozenset()
-    if surrogate is not None and settings.get("surrogate", LabConfig.surrogate) != surrogate:
-        replaced |= {"surrogate_kwargs"}
+    for name, (default, owned) in OWNERS.items():
+        given = (values or {}).get(name)
+        if given is not None and settings.get(name, default) != given:
+            replaced |= {owned}
     return {name: value for name, value in settings.items() if name not in replaced}
 
 

@@ -365,6 +365,19 @@ def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Pat
         recipes.load(str(grid), ["--surrogate=kl_penalty"])
 
 
+def test_another_task_drops_the_options_of_the_one_below(tmp_path: Path) -> None:
+    task = ["--task", "reasoning_gym:spell_backward"]
+    assert recipes.load("quickstart", task).task.options == {}
+    assert recipes.load("quickstart", [*task, "--task_options.prompt", "{word} ="]).task.options == {
+        "prompt": "{word} ="
+    }
+    same = recipes.load("quickstart", ["--task", "reasoning_gym:chain_sum", "--task_options.min_terms", "2"])
+    assert same.task.options["max_terms"] == 3
+    words = tmp_path / "words.yaml"
+    words.write_text("extends: quickstart\ntask: reasoning_gym:spell_backward\n")
+    assert recipes.load(str(words)).task.options == {}
+
+
 def test_resume_without_a_value_means_the_last_checkpoint() -> None:
     flag = "--resume_from_checkpoint"
     for overrides in ([flag], ["--resume-from-checkpoint"], [flag, "--max_steps", "3"]):
