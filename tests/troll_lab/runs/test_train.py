@@ -35,6 +35,7 @@ from troll_lab.runs.comparison_files import write_comparison
 from troll_lab.runs.text import percent
 from troll_lab.runs.train import ProgressLine, RunFiles, train
 from troll_lab.tasks import TaskError, load_task
+from troll_lab.terminal import UsageError
 from troll_lab.trl.checkpoints import check_complete
 from troll_lab.trl.eval_metrics import EvalMetrics
 
@@ -322,7 +323,7 @@ def test_mistakes_are_found_before_training(short_run, tmp_path, console, monkey
 def test_mistakes_are_found_before_the_model_is_looked_for(short_run, console, monkeypatch, overrides, message):
     monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
     monkeypatch.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
-    with pytest.raises((RecipeError, TaskError), match=message):
+    with pytest.raises(UsageError, match=message):
         train(recipes.load("quickstart", [*short_run, *overrides]), console)
 
 
