@@ -22,7 +22,7 @@ def tile_of(values: Tensor, first: int = 0) -> Tile:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_transform_and_its_slope(name, dtype):
+def test_transform_and_slope_agree_with_autograd(name, dtype):
     transform = Transform(**TRANSFORMS[name])
     raw = (4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
     exact = raw.double().requires_grad_()
@@ -38,7 +38,7 @@ def test_the_transform_and_its_slope(name, dtype):
     torch.testing.assert_close(ours, slope, rtol=eps, atol=4 * eps * transform.scale / transform.temperature)
 
 
-def test_a_plain_transform_of_float32_touches_nothing():
+def test_plain_transform_of_float32_is_identity():
     raw, plain = torch.randn(3, 4), Transform()
     assert plain(raw) is raw and plain.slope(raw) == 1.0
 
@@ -75,7 +75,7 @@ LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, -300.0, 300.0, -math
     with_entropy=st.booleans(),
     data=st.data(),
 )
-def test_any_partition_into_tiles_has_the_same_sums(values, with_entropy, data):
+def test_read_sums_any_partition_into_tiles(values, with_entropy, data):
     row, width = np.array(values), len(values)
     cuts = sorted(data.draw(st.sets(st.integers(1, width - 1)))) if width > 1 else []
     ids = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=width))
