@@ -312,7 +312,7 @@ def _numbers(
         for group in members:
             weights = case.weights[group]
             bound = float(np.sum(weights * kl_bound[group]) / np.sum(weights))
-            tokens = [(new[t], rows[t]) for t in group]
+            tokens = [(new[t], rows[t]) for t in group.tolist()]
             shared = reference.shared_step(tokens, weights, bound, arriving["log_ratio"][group], case.pull)
             by_token |= dict(zip(group.tolist(), shared, strict=True))
         steps = [by_token[t] for t in range(len(positions))]

@@ -69,9 +69,14 @@ class Path:
     error: float = 1.0
 
     @property
+    def computed(self) -> torch.dtype:
+        """The dtype of all that comes out."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
     def unit(self) -> float:
         """Half the distance of 1 to the next number that the path computes with."""
-        return (2.0**-53 if self.dtype == torch.float64 else 2.0**-24) * self.error
+        return torch.finfo(self.computed).eps / 2 * self.error
 
 
 class Found(NamedTuple):
@@ -215,7 +220,7 @@ def head(z: Tensor, group: Group, *, softcap: bool = False, lifted: bool = False
     raw, cap, slope = _capped(z) if softcap else (z, None, np.ones(()))
     bias = (torch.arange(z.shape[-1], device=z.device) % 5 / 4).to(z) * lifted
     hidden = torch.where(excluded, 0.0, raw - bias)
-    finite = np.nan_to_num(hidden.double().cpu().numpy(), posinf=0.0, neginf=0.0)
+    states = hidden.double().cpu().numpy()
     bias = bias.masked_fill(excluded, -torch.inf)
     weight = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
     leaves = [x.requires_grad_() for x in (hidden, _part(weight, 0, group).clone(), _part(bias, 0, group).clone())]
@@ -226,7 +231,9 @@ def head(z: Tensor, group: Group, *, softcap: bool = False, lifted: bool = False
 
     def pulled_back(g: Array, size: Callable[[Array], Array] = same) -> list[Array]:
         g = slope * g
-        return [_scattered(g) if among else g, g.T @ size(finite), *([] if softcap else [g.sum(0)])]
+        with np.errstate(invalid="ignore"):  # 0 · NaN of states that are no distribution
+            of_weight = g.T @ size(states)
+        return [_scattered(g) if among else g, of_weight, *([] if softcap else [g.sum(0)])]
 
     return Made(source, leaves[: 2 if softcap else 3], pulled_back)
 
@@ -258,6 +265,10 @@ def finite(case: Case) -> bool:
     return case.excludes_nothing
 
 
+def finite_by_column(case: Case) -> bool:
+    return finite(case) and by_column(case)
+
+
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
 PATHS: dict[str, Path] = {
@@ -276,7 +287,7 @@ PATHS: dict[str, Path] = {
     "head, float32": Path(_head(), FLOAT32, takes=by_column, entropy=True),
     "head, bfloat16": Path(_head(), BFLOAT16, takes=by_column),
     "head, float16": Path(_head(), FLOAT16, takes=by_column, entropy=True),
-    "head, softcap": Path(_head(softcap=True), takes=finite),
+    "head, softcap": Path(_head(softcap=True), takes=finite_by_column),
     "rows of a head": Path(_head(among=True), FLOAT32, takes=by_column),
     "packed": Path(logits, carried=packed),
     "packed, joined": Path(logits, FLOAT32, carried=joined),

@@ -42,7 +42,7 @@ def leaves(new: PolicyOnSupport, entropy: Tensor | None) -> PolicyOnSupport:
 
 def gradients(step: TrustRegionStep, new: PolicyOnSupport, **arriving: Tensor) -> list[Tensor]:
     outputs = [(weight * getattr(step, name)).sum() for name, weight in arriving.items()]
-    return list(torch.autograd.grad(sum(outputs), [new.logits, new.tail_logit]))  # type: ignore[arg-type]
+    return list(torch.autograd.grad(sum(outputs), [new.logits, new.tail_logit]))
 
 
 def test_step_without_gradient_and_entropy_is_the_same():

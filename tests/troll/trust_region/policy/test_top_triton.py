@@ -70,8 +70,8 @@ def test_slots_of_token_outside_vocabulary_are_nan(token, mass_threshold):
 
 
 # No threshold that a sum of probabilities could meet up to rounding.
-@pytest.mark.parametrize("mass_threshold", [0.0, 1e-5, 1.1e-2, 0.31])
-@pytest.mark.parametrize("k", [1, 2, 7, 63, 64, 100])
+@pytest.mark.parametrize("mass_threshold", [0.0, 1.1e-2, 0.31])
+@pytest.mark.parametrize("k", [1, 7, 64, 100])
 def test_slots_agree_with_torch(k, mass_threshold):
     ids, log_probs, tail, slot = assert_agree(*random_top(k), mass_threshold)
     total = torch.logsumexp(torch.cat([log_probs, tail.unsqueeze(-1)], -1), -1)

@@ -56,7 +56,10 @@ class Problem:
         self.token_ids = torch.where(torch.rand(self.shape, generator=generator) < 0.5, likeliest, anything)
 
     def source(self) -> LogitsSource:
-        return Logits(self.leaves[0]) if self.kind == "logits" else LMHead(*self.leaves)
+        if self.kind == "logits":
+            return Logits(self.leaves[0])
+        hidden, weight, *bias = self.leaves
+        return LMHead(hidden, weight, bias[0] if bias else None)
 
     def logits(self) -> Tensor:
         """(..., V), differentiable; the product in the leaves' dtype, the rest in float64."""

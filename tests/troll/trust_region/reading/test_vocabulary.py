@@ -19,7 +19,7 @@ PAIRS = [(path, case) for path in SLICED for case in CASES if SLICED[path].takes
 
 #: Along which dimension the gradient of a leaf is spread over the processes: of logits; of hidden states, which every
 #: process gets whole, weight and bias.
-SPREAD = {1: [-1], 3: [None, 0, 0]}
+SPREAD: dict[int, list[int | None]] = {1: [-1], 3: [None, 0, 0]}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -41,17 +41,12 @@ def test_sliced_path_gives_reference(path, case, processes):
     for other in others:
         assert all(bits(value) == bits(other.values[name]) for name, value in first.values.items())
         assert bits(first.old.outcomes) == bits(other.old.outcomes)
-    gradients = {}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in first.gradients}
     for name, leaves in first.gradients.items():
-        parts = zip(SPREAD[len(leaves)], leaves, *(other.gradients[name] for other in others), strict=True)
-        gradients[name] = [part[0] if dim is None else torch.cat(part, dim) for dim, *part in parts]
-        whole = [dim is None for dim in SPREAD[len(leaves)]]
-        assert all(
-            bits(leaf) == bits(other.gradients[name][at])
-            for other in others
-            for at, leaf in enumerate(leaves)
-            if whole[at]
-        )
+        for at, dim in enumerate(SPREAD[len(leaves)]):
+            parts = [leaves[at], *(other.gradients[name][at] for other in others)]
+            assert dim is not None or all(bits(part) == bits(parts[0]) for part in parts)
+            gradients[name].append(parts[0] if dim is None else torch.cat(parts, dim))
     assert_is_reference(SLICED[path], CASES[case], first._replace(gradients=gradients))
 
 
