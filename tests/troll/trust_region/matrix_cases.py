@@ -52,22 +52,13 @@ class Case:
     weights: Array | None = None
 
     @property
-    def columns(self) -> Array:
-        """The columns (V,) that every distribution excludes, of old and new policy, (2, V)."""
-        fine = [
-            np.array([reference.is_finite_row(row) for row in logits], dtype=bool) for logits in (self.old, self.new)
-        ]
-        return np.array([(x[rows] == -np.inf).all(0) for x, rows in zip((self.old, self.new), fine, strict=True)])
-
-    @property
     def excludes_by_column(self) -> bool:
-        """Whether a bias can say which tokens are excluded."""
-        return all(
-            ((row == -np.inf) == columns).all()
-            for logits, columns in zip((self.old, self.new), self.columns, strict=True)
-            for row in logits
-            if reference.is_finite_row(row)
-        )
+        """Whether all distributions of a policy exclude the same tokens, as the bias of a head does."""
+        for logits in (self.old, self.new):
+            excluded = [row == -np.inf for row in logits if reference.is_finite_row(row)]
+            if any((row != excluded[0]).any() for row in excluded):
+                return False
+        return True
 
     @property
     def is_equal(self) -> bool:

@@ -52,7 +52,6 @@ class Path:
         carried: What becomes of the old policy between capture and step.
         read_first: The step gets the policy that was read at the old tokens.
         one_backward: All outputs are differentiated at once: where a second time is refused, or slow.
-        sliced: The vocabulary is spread over processes.
         takes: Whether there is such a source of a case's logits.
         error: Roundings of a logit on the way, of which four are allowed for anyway.
     """
@@ -64,7 +63,6 @@ class Path:
     carried: Callable[[SparsePolicy], SparsePolicy] = lambda old: old
     read_first: bool = False
     one_backward: bool = False
-    sliced: bool = False
     takes: Callable[[Case], bool] = lambda case: True
     error: float = 1.0
 
@@ -162,10 +160,9 @@ def donated(z: Tensor, group: Group) -> Made:
 def view(z: Tensor, group: Group) -> Made:
     """`logits[:, :-1]` of two sequences."""
     rows = z.view(2, -1, z.shape[-1])
-    leaf = torch.cat([rows, torch.full_like(rows[:, :1] if rows.shape[1] else z.new_zeros(2, 1, z.shape[-1]), FILL)], 1)
-    leaf = leaf.requires_grad_()
+    leaf = torch.cat([rows, z.new_full((2, 1, z.shape[-1]), FILL)], 1).requires_grad_()
 
-    def pulled_back(g: Array, size: Any = same) -> list[Array]:
+    def pulled_back(g: Array, size: Callable[[Array], Array] = same) -> list[Array]:
         g = g.reshape(2, -1, g.shape[-1])
         return [np.concatenate([g, np.zeros((2, 1, g.shape[-1]))], 1)]
 
@@ -216,7 +213,7 @@ def head(z: Tensor, group: Group, *, softcap: bool = False, lifted: bool = False
         among: Whether the rows lie among others.
     """
     fine = ~(z.isnan() | (z == torch.inf)).any(-1) & (z > -torch.inf).any(-1)
-    excluded = (z[fine] == -torch.inf).all(0) if len(z) else torch.zeros_like(z[0:0].sum(0)).bool()
+    excluded = (z[fine] == -torch.inf).all(0) & bool(len(z))
     raw, cap, slope = _capped(z) if softcap else (z, None, np.ones(()))
     bias = (torch.arange(z.shape[-1], device=z.device) % 5 / 4).to(z) * lifted
     hidden = torch.where(excluded, 0.0, raw - bias)
@@ -330,14 +327,14 @@ def head_in_slices(case: Case) -> bool:
     return in_slices(case) and by_column(case)
 
 
+#: Run by every process of a group, with its slice of the vocabulary: reading/test_vocabulary.py.
 SLICED: dict[str, Path] = {
     "sliced": Path(logits, takes=in_slices, entropy=True),
     "sliced, float32": Path(logits, FLOAT32, takes=in_slices),
-    "sliced, bfloat16": Path(logits, BFLOAT16, takes=in_slices, entropy=True),
+    "sliced, bfloat16": Path(logits, BFLOAT16, takes=few, entropy=True),
     "sliced head": Path(_head(lifted=True), takes=head_in_slices),
     "sliced head, entropy": Path(_head(lifted=True), takes=head_in_slices, entropy=True),
-    "sliced head, bfloat16": Path(_head(), BFLOAT16, takes=head_in_slices),
+    "sliced head, bfloat16": Path(_head(), BFLOAT16, takes=few),
 }
 if importlib.util.find_spec("triton") is not None:
     SLICED["sliced head, triton"] = Path(_head(), FLOAT32, kernels="triton", takes=few, entropy=True, one_backward=True)
-SLICED = {name: dataclasses.replace(path, sliced=True) for name, path in SLICED.items()}

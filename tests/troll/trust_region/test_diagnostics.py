@@ -148,6 +148,15 @@ def test_tail_gap_bound_holds_for_any_policies(rows, top_k):
     assert 0 <= found.gap.item() <= found.bound.item() * (1 + 1e-9)
 
 
+def test_tail_gap_bound_is_nearly_attained():
+    """The old tail sits on one token, the new one on another, which the old policy all but excludes."""
+    old_logits = np.log([0.9, 0.1 - 1e-13, 1e-13])
+    new_logits = np.log([0.7, 1e-13, 0.3 - 1e-13])
+    old = troll.capture(tensor(old_logits[None]), torch.tensor([0]), top_k=1)
+    found = tail_gap(tensor(new_logits[None]), tensor(old_logits[None]), old)
+    assert found.gap.item() == pytest.approx(found.bound.item(), rel=1e-9)
+
+
 def test_tail_gap_in_float32_and_of_broken_rows():
     old_logits, new_logits = pairs("flat", 20, 150)
     captured = [

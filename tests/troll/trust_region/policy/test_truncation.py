@@ -181,6 +181,12 @@ def test_capture_adds_sampled_token_to_kept_set():
     torch.testing.assert_close(old.log_probs[0, :3], logits[0, [0, 1, 3]].log_softmax(-1))
 
 
+def test_capture_truncates_single_position():
+    logits = random_logits()
+    old = captured(logits, Truncation(top_k=5))
+    assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
+
+
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("top_k", [1, 3, SIZE])
 def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
