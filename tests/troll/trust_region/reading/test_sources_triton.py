@@ -44,12 +44,12 @@ def test_head_computes_kept_tiles_once(dtype, kept, monkeypatch):
     monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
     # Room for the first and half of the next; the third, a remainder, would fit where the second does not.
     monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 6 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
-    products: list[slice] = []
-    original = head_module._HeadReading._product
+    products: list[tuple[Any, ...]] = []
+    original: Any = head_module._HeadReading._product
 
-    def product(self: Any, columns: slice) -> Tensor:
-        products.append(columns)
-        return original(self, columns)
+    def product(self: Any, *arguments: Any) -> Tensor:
+        products.append(arguments)
+        return original(self, *arguments)
 
     monkeypatch.setattr(head_module._HeadReading, "_product", product)
     problem = Problem(dtype)
