@@ -143,11 +143,11 @@ def outside_top() -> Case:
     return dataclasses.replace(case, tokens=case.old.argmin(1))
 
 
-def ties() -> Case:
+def ties(top_k: int) -> Case:
     """Three different logits, so that almost every token ties with others."""
     rng = np.random.default_rng(4)
     old, new = rng.integers(3, size=(2, ROWS, SIZE)).astype(float)
-    return Case(old, new, rng.integers(SIZE, size=ROWS), np.full(ROWS, 0.05), top_k=70, mass_threshold=1e-5)
+    return Case(old, new, rng.integers(SIZE, size=ROWS), np.full(ROWS, 0.05), top_k=top_k, mass_threshold=1e-5)
 
 
 def wide_ties() -> Case:
@@ -344,7 +344,8 @@ CASES: dict[str, Case] = {
     "below the floor": below_floor(0.05),
     "below the floor, inside": below_floor(math.inf),
     "outside the top K": outside_top(),
-    "ties": ties(),
+    "ties": ties(12),
+    "ties, more than a slice": ties(100),
     "everything": of_family("peaked", size=8, top_k=8, mass_threshold=0.0),
     "everything, masked": of_family("masked", size=8, top_k=8, mass_threshold=0.0),
     "wide": of_family("flat", size=4104, rows=2, top_k=70, mass_threshold=0.0, seed=17),

@@ -294,10 +294,15 @@ PATHS: dict[str, Path] = {
 
 #: The interpreter takes a second for what torch does in 20 ms: the first of these see every case, the others few.
 FEW = ("peaked", "ties", "not a distribution", "masked columns", "truncated by top-k")
+OF_HEAD = (*FEW, "everything", "one outcome", "near-deterministic", "equal", "no positions")
 
 
 def few(case: Case) -> bool:
-    return case.excludes_by_column and any(case is CASES[name] for name in FEW)
+    return any(case is CASES[name] for name in FEW)
+
+
+def of_head(case: Case) -> bool:
+    return any(case is CASES[name] for name in OF_HEAD)
 
 
 def few_finite(case: Case) -> bool:
@@ -313,7 +318,7 @@ TRITON: dict[str, Path] = {
     "triton, donated": Path(donated, BFLOAT16, takes=few),
     "triton, softcap": Path(capped, FLOAT32, takes=few_finite, error=6.0),
     "triton, scaled": Path(scaled, BFLOAT16, takes=few, entropy=True),
-    "triton, head": Path(_head(), FLOAT32, takes=by_column, entropy=True),
+    "triton, head": Path(_head(), FLOAT32, takes=of_head, entropy=True),
     "triton, rows of a head": Path(_head(among=True), BFLOAT16, takes=few),
 }
 TRITON = {name: dataclasses.replace(path, kernels="triton", one_backward=True) for name, path in TRITON.items()}
