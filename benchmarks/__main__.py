@@ -33,6 +33,7 @@ OTHERS = (
     "compile",
     "gpu",
     "host",
+    "kl_target",
     "simulate",
     "transfer",
     "tabular",

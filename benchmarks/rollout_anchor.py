@@ -30,7 +30,7 @@ from tests.troll.verl.vllm_engine import (
 from troll import PackedPolicy, capture_top
 from troll.verl.records import to_record
 from troll.verl.reported import old_policy_record
-from troll.verl.vllm_rollout import TopLogProbs
+from troll.verl.seam.vllm import TopLogProbs
 
 VOCABULARY, TOP_K, MASS_THRESHOLD = 150_000, 64, 1e-5
 

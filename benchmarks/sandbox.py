@@ -20,7 +20,7 @@ from rich.progress import track
 
 from benchmarks import measure
 from tests.troll_sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
-from troll_lab.rewards.program import parse_tests
+from troll_lab.rewards.tests import parse_tests
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.executor import Executor, Job

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,16 @@ from benchmarks import coverage, measure
 from troll.trl import TrollConfig, TrollTrainer
 
 PROJECTED = "trust_region/projected_fraction"
-BASELINE = "GRPOTrainer (clip)"
-TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
-    BASELINE: (GRPOTrainer, GRPOConfig),
-    "TrollTrainer": (TrollTrainer, TrollConfig),
+BASELINE, TROLL = "GRPOTrainer (clip)", "TrollTrainer"
+#: The class, its configuration, and the settings that differ.
+Trainer = tuple[type[GRPOTrainer], type[GRPOConfig], dict[str, Any]]
+TRAINERS: dict[str, Trainer] = {BASELINE: (GRPOTrainer, GRPOConfig, {}), TROLL: (TrollTrainer, TrollConfig, {})}
+#: Those of the benchmark `kl_target`, which compares them with the step of `TrollTrainer` without a target.
+WITH_TARGET: dict[str, Trainer] = {
+    TROLL: TRAINERS[TROLL],
+    "TrollTrainer, kl_target": (TrollTrainer, TrollConfig, {"kl_target": 0.03}),
+    "TrollTrainer, clip": (TrollTrainer, TrollConfig, {"surrogate": "clip"}),
+    "TrollTrainer, clip, kl_target": (TrollTrainer, TrollConfig, {"surrogate": "clip", "kl_target": 0.03}),
 }
 
 #: A Qwen3 with the real vocabulary; on a CPU scaled down. Tokens are sequences x completion length of one update.
@@ -113,11 +119,11 @@ def contenders(device: str, **case: Any) -> measure.Contenders:
     def train(name: str) -> object:
         return _trainer(name, device, **case).train()
 
-    return {name: functools.partial(train, name) for name in TRAINERS}
+    return {name: functools.partial(train, name) for name in {**TRAINERS, **WITH_TARGET}}
 
 
 def _trainer(name: str, device: str, sequences: int, length: int, text: str = "", **model: Any) -> GRPOTrainer:
-    trainer_class, config_class = TRAINERS[name]
+    trainer_class, config_class, settings = {**TRAINERS, **WITH_TARGET}[name]
     tokens = sampled(device, sequences, length, text, **model)
     trained, tokenizer = loaded(device, **model)
 
@@ -140,6 +146,7 @@ def _trainer(name: str, device: str, sequences: int, length: int, text: str = ""
         report_to="none",
         disable_tqdm=True,
         seed=0,
+        **settings,
     )
     trainer = trainer_class(
         model=trained,
@@ -172,14 +179,28 @@ def main(device: str, repeats: int, checkpoints: Sequence[str] = ()) -> list[dic
             for count, length in [coverage.size(text)]
             for model in checkpoints
         }
+    return compare(TRAINERS, cases, device, repeats)
+
+
+def compare(
+    names: Iterable[str], cases: Mapping[str, dict[str, Any]], device: str, repeats: int
+) -> list[dict[str, Any]]:
+    """Prints times and peak memory of trainers, as ratios to the first.
+
+    Args:
+        names: Keys of `TRAINERS` or of `WITH_TARGET`, with `TROLL`.
+        cases: What is trained, by name.
+        device: Where.
+        repeats: The number of rounds.
+    """
     results = []
     for name, case in cases.items():
         # A repeated call of `train` starts with the weights of the last one.
-        trainers = {each: _trainer(each, device, **case) for each in TRAINERS}
+        trainers = {each: _trainer(each, device, **case) for each in names}
         taken = measure.seconds({each: trainer.train for each, trainer in trainers.items()}, repeats, device)
         peaks = measure.peak_memory(contenders, case, list(trainers), device)
         rows = measure.show(f"training: {name}, {UPDATES} updates and their capture", taken, peaks)
-        logged = [entry for entry in trainers["TrollTrainer"].state.log_history if PROJECTED in entry][-1]
+        logged = [entry for entry in trainers[TROLL].state.log_history if PROJECTED in entry][-1]
         Console().print(f"projected in the last rollout: {logged[PROJECTED]:.1%} of the tokens")
         results += [{"case": name, **case, **row, "projected": logged[PROJECTED]} for row in rows]
     return results

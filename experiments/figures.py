@@ -74,6 +74,11 @@ def seeds(sections: Sequence[Section]) -> Drawing:
     return Drawing(seed_data(sections), draw_seeds, "Held-out success of each seed, by method")
 
 
+def followed(lines: Sequence[Data]) -> Drawing:
+    """The learning rate, and the KL measured and wanted, over the updates of runs with a KL target."""
+    return Drawing(lines, draw_followed, "Learning rate and KL of runs with one KL target, from different starts")
+
+
 def rate_data(title: str, methods: Sequence[Method]) -> Data:
     """Success over the learning rate: for each method its mean, and the quartiles over seeds, by rate."""
     lines = {}
@@ -220,6 +225,33 @@ def draw_seeds(data: Sequence[Data]) -> Figure:
         names = [rate_text(rate) for rate in learning_rates]
         handles = [shown[name] for name in names]
         figure.legend(handles, names, title="learning rate", ncols=len(names), loc="outside upper center")
+    return figure
+
+
+def draw_followed(lines: Sequence[Data]) -> Figure:
+    """Draws the data from `experiments.followed`: rates above, KLs below, a column for each surrogate."""
+    from matplotlib.figure import Figure
+
+    surrogates = list(dict.fromkeys(line["surrogate"] for line in lines))
+    starts = sorted({line["start"] for line in lines})
+    figure = Figure(figsize=(4.2 * len(surrogates) + 0.7, 5.4), layout="constrained")
+    panels = figure.subplots(2, len(surrogates), sharex=True, sharey="row", squeeze=False)
+    for line in lines:
+        rates, kls = panels[:, surrogates.index(line["surrogate"])]
+        colour = LIGHT[COLOURS[starts.index(line["start"]) % len(COLOURS)]]
+        rates.plot(line["step"], line["rate"], color=colour, linewidth=1.4, label=rate_text(line["start"]))
+        kls.plot(line["step"], line["kl"], color=colour, linewidth=1.0, alpha=0.8)
+        kls.plot(line["step"], line["wanted"], color=LIGHT["ink"], linewidth=1.6, linestyle=_DASHES[1])
+    for place, surrogate in enumerate(surrogates):
+        panels[0, place].set_title(METHODS[surrogate])
+        panels[1, place].set_xlabel("updates")
+    for row, name in zip(panels, ("learning rate", "mean KL (dashed: wanted)"), strict=True):
+        row[0].set_yscale("log")
+        row[0].set_ylabel(name)
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(
+        handles, names, title="learning_rate, where the search begins", ncols=len(names), loc="outside upper center"
+    )
     return figure
 
 

@@ -128,6 +128,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     }
 
     drawings: dict[str, Callable[[], figures.Drawing]] = {
+        "followed": lambda: figures.followed(_measured(folder, "followed").get("lines", [])),
         "robustness": lambda: figures.rates([(each.title, each.methods) for each in sections]),
         "contrasts": lambda: figures.contrasts(
             "TROLL", [(s.title, one.second.label, one.estimate) for s in sections for one in s.contrasts]

@@ -219,7 +219,7 @@ class Dial:
     """
 
     method: str
-    setting: Literal["kl_target", "learning_rate"]
+    setting: str
     successes: Mapping[float, Sequence[float]]
 
     @property

@@ -16,8 +16,7 @@ from troll.files import json_text, write_atomically
 from troll_lab.recipes import RecipeError
 from troll_lab.runs.compare import Outcome, compare
 from troll_lab.runs.comparison import measure_of
-from troll_lab.runs.folders import claim
-from troll_lab.runs.grid import Axes, PlannedRun, expand, parse_command
+from troll_lab.runs.grid import Axes, PlannedRun, claim, expand, parse_command
 from troll_lab.runs.recorded import read_runs
 from troll_lab.terminal import say
 

@@ -1,14 +1,16 @@
-"""Help and suggestions for settings: what a command line or an error says about a field."""
+"""Settings of any kind: their help, the ranges of their numbers, and settings that arrive as a dictionary."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Callable, Collection
+from dataclasses import Field, field, fields
+from numbers import Real
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -17,9 +19,9 @@ def described(config: type[T]) -> type[T]:
     """A decorator: the entries of a dataclass's docstring become the help of its fields on the command line."""
     entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in entries}
-    for field in fields(config):  # type: ignore[arg-type]
-        if field.name in texts:
-            field.metadata = MappingProxyType({"help": texts[field.name], **field.metadata})
+    for entry in fields(config):  # type: ignore[arg-type]
+        if entry.name in texts:
+            entry.metadata = MappingProxyType({"help": texts[entry.name], **entry.metadata})
     return config
 
 
@@ -27,3 +29,92 @@ def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     """The end of an error about an unknown name: a suggestion of the most similar known name, or nothing."""
     close = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {prefix}{close[0]}?" if close else ""
+
+
+#: The ranges of numbers, by the words that error messages use.
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "above 0": lambda value: value > 0,
+    "above 1": lambda value: value > 1,
+    "at least 0": lambda value: value >= 0,
+    "at least 1": lambda value: value >= 1,
+    "finite": math.isfinite,
+    "finite and above 0": lambda value: 0 < value < math.inf,
+    "finite and at least 0": lambda value: 0 <= value < math.inf,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "in (0, 1]": lambda value: 0 < value <= 1,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "an integer, at least 0": lambda value: isinstance(value, int) and value >= 0,
+    "an integer, at least 1": lambda value: isinstance(value, int) and value >= 1,
+    "an integer, at least 1, or -1": lambda value: isinstance(value, int) and (value >= 1 or value == -1),
+    "an integer in [0, 2^32)": lambda value: isinstance(value, int) and 0 <= value < 2**32,
+}
+
+
+def in_range(value: Any, takes: str) -> bool:
+    """Whether a value is a number in a range, a key of `RANGES`."""
+    return isinstance(value, Real) and not isinstance(value, bool) and RANGES[takes](value)
+
+
+def check_number(name: str, value: Any, takes: str) -> None:
+    """Raises ValueError unless a setting is a number in a range, a key of `RANGES`."""
+    if not in_range(value, takes):
+        raise ValueError(f"{name} must be {takes}, got {value!r}")
+
+
+def number(default: float | None, takes: str) -> Any:
+    """A field of settings that holds a number.
+
+    Args:
+        default: The default. With None, the field also takes None.
+        takes: The range, in the words of `RANGES`, such as "finite and above 0" or "in (0, 1]".
+
+    Returns:
+        The field, for the body of a dataclass: `threshold: float = number(0.1, "finite and above 0")`.
+
+    Raises:
+        ValueError: If the range is unknown.
+    """
+    if takes not in RANGES:
+        raise ValueError(f"takes must be one of {', '.join(RANGES)}, got {takes!r}")
+    return field(default=default, metadata={"takes": takes})
+
+
+def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
+    """The settings of a part.
+
+    Args:
+        kind: Its dataclass.
+        given: The values by field, as a user gave them; None for the defaults.
+        name: The configuration's name of the dictionary, for errors.
+        owner: The part, for errors, such as "surrogate 'kl_penalty'".
+
+    Raises:
+        ValueError: If `given` is not a dictionary, or has an unknown field or a value that its field does not take.
+    """
+    if not isinstance(given, dict | None):
+        raise ValueError(f"{name} must be a JSON object, got {given!r}")
+    values, known = dict(given or {}), {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
+    for key, value in list(values.items()):
+        if key not in known:
+            hint = did_you_mean(str(key), list(known)) or (f"; it has {', '.join(known)}" if known else "")
+            raise ValueError(f"{name}: {owner} has no setting {key!r}{hint or ', and none of its own'}")
+        entry = known[key]
+        takes, holds = _check(entry, hints[key], value)
+        if not holds and not (value is None and entry.default is None):
+            raise ValueError(f"{name}: {key} of {owner} must be {takes}, got {value!r}")
+        if entry.metadata and isinstance(value, int) and not isinstance(entry.default, int):
+            values[key] = float(value)
+    return kind(**values)
+
+
+def _check(entry: Field[Any], hint: Any, value: Any) -> tuple[str, bool]:
+    """The values that a field takes, in words, and whether a value is one; without metadata, a field takes all."""
+    if hint is bool:
+        return "true or false", isinstance(value, bool)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}", value in get_args(hint)
+    if not entry.metadata:
+        return "", True
+    takes = entry.metadata["takes"]
+    return takes, in_range(value, takes)

@@ -130,7 +130,6 @@ def _eval(arguments: argparse.Namespace) -> int:
     from troll_lab.evaluation.run import evaluate
     from troll_lab.evaluation.training_task import find_training_task
     from troll_lab.terminal import say
-    from troll_sandbox import SandboxError
 
     silence_libraries()
     console, trained = Console(), find_training_task(arguments.model, arguments.model_revision)
@@ -140,10 +139,7 @@ def _eval(arguments: argparse.Namespace) -> int:
             say(console, line)
         for difference in other_prompts(config, trained):
             warnings.warn(difference, stacklevel=2)
-    try:
-        return 0 if evaluate(config, console) else INTERRUPTED
-    except SandboxError as error:
-        raise UsageError(str(error)) from error
+    return 0 if evaluate(config, console) else INTERRUPTED
 
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +180,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from troll_lab.tasks import TaskConfig, load_task
     from troll_lab.tasks.check import check, show, size
-    from troll_sandbox import SandboxError
 
     if arguments.limit is not None and arguments.limit < 1:
         raise UsageError(f"limit must be at least 1, got {arguments.limit}")
@@ -198,12 +193,9 @@ def _check(arguments: argparse.Namespace) -> int:
         )
     )
     console = Console()
-    try:
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("grading", total=size(task, arguments.limit))
-            report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
-    except SandboxError as error:
-        raise UsageError(str(error)) from error
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("grading", total=size(task, arguments.limit))
+        report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
     show(report, console)
     return 0 if report.passed else FAILED
 

@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+#: What to do about a folder that cannot be used.
+ANOTHER_FOLDER = "choose another folder with --output_dir"
+
 
 @contextlib.contextmanager
 def locked(
@@ -28,11 +31,10 @@ def locked(
         import fcntl  # not on Windows, where everything but the commands works
     except ImportError as cause:
         raise error(f"output_dir {folder} cannot be locked here: that takes Linux or macOS ({cause})") from cause
-    choose = "choose another folder with --output_dir"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if marker and not (folder / marker).is_file() and any(path.name != lock for path in folder.iterdir()):
-            raise error(f"output_dir {folder} is not empty and holds no {content}: {choose}")
+            raise error(f"output_dir {folder} is not empty and holds no {content}: {ANOTHER_FOLDER}")
         file = (folder / lock).open("a")
     except OSError as cause:
         raise error(f"output_dir {folder} cannot be used: {cause.strerror}") from cause
@@ -40,7 +42,7 @@ def locked(
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
-            raise error(f"{holder} is at work in {folder}: wait for it, or {choose}") from cause
+            raise error(f"{holder} is at work in {folder}: wait for it, or {ANOTHER_FOLDER}") from cause
         except OSError as cause:  # some network file systems have no locks
-            raise error(f"output_dir {folder} cannot be locked: {cause.strerror}; {choose}") from cause
+            raise error(f"output_dir {folder} cannot be locked: {cause.strerror}; {ANOTHER_FOLDER}") from cause
         yield file.fileno()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 from troll.trl.estimators import ESTIMATORS
 from troll.trl.surrogates import SURROGATES
 from troll_lab.tasks.registry import known_tasks
-from troll_lab.terminal import UsageError, one_line
-from troll_lab.user_files import import_file, module_name
+from troll_lab.terminal import UsageError
+from troll_lab.user_files import import_file_or_module, module_name
 
 #: The surrogates that each loaded plugin has registered.
 _surrogates_of: dict[str, frozenset[str]] = {}
@@ -58,15 +57,9 @@ def plugin_of(surrogate: str) -> str | None:
 
 def _load(plugin: str) -> list[str]:
     """Imports a plugin, and returns the names of the surrogates that it registers."""
-    is_file = plugin.endswith(".py")
-    if is_file and not Path(plugin).is_file():
-        raise UsageError(f"there is no file {plugin}")
-    name = module_name(Path(plugin)) if is_file else plugin
+    name = module_name(Path(plugin)) if plugin.endswith(".py") else plugin
     imported_before, before = name in sys.modules, _registered()
-    if is_file:
-        import_file(Path(plugin))
-    else:
-        _import_module(plugin)
+    import_file_or_module(plugin)
     after = _registered()
     if after == before and not imported_before:
         del sys.modules[name]
@@ -74,14 +67,6 @@ def _load(plugin: str) -> list[str]:
             f"{plugin} registers no surrogate, estimator or task: it must call register_surrogate, for example"
         )
     return [name for name, entry in SURROGATES.items() if before[0].get(name) is not entry]
-
-
-def _import_module(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a user's module can raise anything
-        hint = "; the name of a file ends in .py" if "/" in name else ""
-        raise UsageError(f"cannot import {name}: {type(error).__name__}: {one_line(error)}{hint}") from error
 
 
 def _registered() -> list[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
 """Ten surrogates from other papers and libraries, and a KL penalty with a bounded ratio.
 
 They are registered when this file is imported, as a user's own are. Most of them drop tokens: the ratio stays raw, and
-a dropped token has no policy term, but still counts in the normalisation of the loss. docs/surrogates.md has the
+a dropped token has no policy term, but still counts in the normalisation of the loss. docs/reference/lab-trl.md has the
 formulas side by side.
 """
 

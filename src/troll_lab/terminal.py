@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,15 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
     """Runs a command and prints its errors, each in one line.
 
     Args:
-        command: Returns its exit code. It may import packages that are not installed, and may raise UsageError.
+        command: Returns its exit code. It may import packages that are not installed, and may raise UsageError, or
+            SandboxError where programs cannot be run.
         extras: The extras of this library that install the packages.
 
     Returns:
         The exit code.
     """
+    from troll_sandbox import SandboxError
+
     try:
         with warnings.catch_warnings():
             ignore_remarks_of_libraries()
@@ -40,7 +43,7 @@ def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") ->
         return INTERRUPTED
     except ModuleNotFoundError as error:
         return fail(f'{error}: pip install "troll-rl[{extras}]"')
-    except (ImportError, UsageError) as error:
+    except (ImportError, UsageError, SandboxError) as error:
         return fail(error)
 
 
@@ -99,3 +102,12 @@ def first_sentence(recipe: str) -> str:
 def one_line(message: object, most: int | None = None) -> str:
     """An error's message without its line breaks, cut to at most `most` characters."""
     return " ".join(str(message).split())[:most]
+
+
+@contextlib.contextmanager
+def raised_as(kind: type[Exception], label: str = "") -> Iterator[None]:
+    """Raises a ValueError of the context as an error of another kind, in one line that begins with a label."""
+    try:
+        yield
+    except ValueError as error:
+        raise kind(f"{label}{one_line(error)}") from error

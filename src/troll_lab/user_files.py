@@ -1,11 +1,14 @@
-"""Imports Python files of the user."""
+"""Imports Python files and modules of the user, and the functions in them."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from troll_lab.terminal import UsageError, one_line
 
@@ -35,3 +38,52 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UsageError(f"cannot import {path}: {type(error).__name__}: {one_line(error)}") from error
     return module
+
+
+def import_file_or_module(name: str, folder: Path = Path()) -> ModuleType:
+    """Imports a file, whose name ends in `.py`, or an installed module.
+
+    Args:
+        name: The file's path, or the module's name.
+        folder: The folder that a file's path is relative to.
+
+    Raises:
+        UsageError: If the file does not exist, or one of them cannot be imported.
+    """
+    if name.endswith(".py"):
+        path = folder / Path(name).expanduser()
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}")
+        return import_file(path)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
+        hint = "; the name of a file ends in .py" if "/" in name else ""
+        raise UsageError(f"cannot import {name}: {type(error).__name__}: {one_line(error)}{hint}") from error
+
+
+def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Callable[..., Any], Path | None]:
+    """Loads a user's function, and returns it with its file; None for a module without one.
+
+    Args:
+        name: `FILE.py:function` or `module:function`.
+        folder: The folder that a file's path is relative to.
+        label: The field or option with the name, for errors.
+        *others: Other possible values of the field, for errors.
+
+    Raises:
+        UsageError: If the function does not exist, or its file or module cannot be imported.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not attribute.isidentifier():
+        takes = ", ".join((*others, "FILE.py:function or module:function"))
+        raise UsageError(f"{label} must be {takes}, got {name!r}")
+    try:
+        found = import_file_or_module(module, folder)
+    except UsageError as error:
+        raise UsageError(f"{label}: {error}") from error
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        raise UsageError(f"{label}: {module} has no function {attribute!r}")
+    file = getattr(found, "__file__", None)
+    return function, None if file is None else Path(file)

@@ -159,16 +159,31 @@ def groups_folder(root: Path = Path("/")) -> Path | None:
     return None
 
 
-def _own_or_outer(root: Path) -> Path | None:
-    """This process's group of version 1, or the one around it of version 2; None where there is neither."""
-    lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    for controller in ("memory", ""):
-        for _, controllers, group in lines:
+def own_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's group and of those around it, the innermost first; empty if there is none.
+
+    A container may see its own group only as the root, the last one.
+
+    Args:
+        controller: The controller of a hierarchy of version 1; empty for version 2.
+        root: The root of the file system.
+    """
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
             if controller in controllers.split(","):
                 hierarchy = root / "sys/fs/cgroup" / controller
                 folder = hierarchy / group.lstrip("/")
-                return folder if controller or folder == hierarchy else folder.parent  # the root has no parent
-    return None
+                return [path for path in (folder, *folder.parents) if path.is_relative_to(hierarchy)]
+    return []
+
+
+def _own_or_outer(root: Path) -> Path | None:
+    """This process's group of version 1, or the one around it of version 2; None where there is neither."""
+    if first := own_groups("memory", root):
+        return first[0]
+    second = own_groups("", root)
+    return next(iter(second[1:] or second), None)  # the root has none around it
 
 
 def _works(folder: Path) -> bool:

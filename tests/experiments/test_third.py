@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 from pytest import MonkeyPatch
 
-from experiments import grid, page, predictions, second, second_analysis, table, third, third_analysis, third_runs
+from experiments import (
+    followed,
+    grid,
+    page,
+    predictions,
+    second,
+    second_analysis,
+    table,
+    third,
+    third_analysis,
+    third_runs,
+)
 from experiments.collect import collect, identity_of
 from experiments.protocol import Phase
 from experiments.table import Result
@@ -258,6 +269,28 @@ def test_page_shows_the_third_part_with_and_without_its_runs(tmp_path: Path) -> 
     assert "288 of 750 counted runs" in text and "*(b) 32 updates a rollout: 288 of 288 counted runs.*" in text
     assert "refuted |" in text and "| (a) and (b) | – | – | – | – | – | – | – | refuted |" in text
     assert "| 1.0e-4 to 2.0e-4 |" in text  # the rates of the second half
+
+
+def test_followed_has_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    folder = run_folder(tmp_path / "run", settings={"kl_target": 0.03, "learning_rate": 1e-2})
+    monkeypatch.setattr(followed, "RESULT", tmp_path / "followed.json")
+    monkeypatch.setattr(sys, "argv", ["followed", str(folder)])
+    with pytest.raises(ValueError, match="run has no kl_target"):
+        followed.main()
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(
+        metrics.read_text().replace('"learning_rate"', '"trust_region/kl_target/wanted": 0.02, "learning_rate"')
+    )
+    followed.main()
+    text, drawings = fill({}, tmp_path, "{{figure followed}}")
+    (line,) = drawings["followed"].data
+    assert line == {
+        "surrogate": "troll", "start": 1e-2, "step": [8, 16], "kl": [0.001, 0.003], "wanted": [0.02, 0.02],
+        "rate": [1.23e-5, 1e-4],
+    }  # fmt: skip
+    rates, kls = drawings["followed"].draw(drawings["followed"].data).axes
+    assert rates.get_yscale() == "log" and "followed.svg" in text
+    assert [np.asarray(each.get_ydata()).tolist() for each in kls.lines] == [line["kl"], line["wanted"]]
 
 
 def test_rates_are_a_column_of_tables_that_have_them(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from troll_sandbox.errors import SandboxError
         (["train", "quickstart", "--task_options.max_term", "2"], "no option 'max_term', did you mean max_terms? it"),
         (
             ["train", "smollm2-sums"],
-            "run make smollm2 in a checkout of TROLL, and then train with --model",
+            "run make smollm2 in a checkout of TROLL, and give its folder models/SmolLM2",
         ),
         (["train", "smollm2-sums", "--model_name_or_path", "models/SmolLM2-135M-Instruct"], "run make smollm2"),
         (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),

@@ -18,7 +18,7 @@ import pytest
 
 from tests.troll_sandbox import cheats, hostile, idioms
 from tests.troll_sandbox.processes import wait_until_gone
-from troll_lab.rewards.program import parse_tests
+from troll_lab.rewards.tests import parse_tests
 from troll_sandbox import bubblewrap, function_calls
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, FunctionTests

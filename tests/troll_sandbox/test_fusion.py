@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from troll_lab.rewards.code import CodeGrader, compute_score
-from troll_lab.rewards.program import parse_tests
+from troll_lab.rewards.tests import parse_tests
 from troll_sandbox import fusion
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.executor import Executor, Job

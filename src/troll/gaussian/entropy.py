@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from troll.gaussian.policy import Policy, spread_of
+from troll.trust_region.checks import expanded
 
 
 def project_entropy(policy: Policy, minimum: float | Tensor) -> Policy:
@@ -31,12 +32,7 @@ def project_entropy(policy: Policy, minimum: float | Tensor) -> Policy:
     bound = minimum.detach().to(entropy) if isinstance(minimum, Tensor) else entropy.new_full((), minimum)
     if bound.device.type == "cpu" and not bool(bound.isfinite().all()):
         raise ValueError(f"minimum must be finite, got {minimum}")
-    try:
-        bound = bound.expand(entropy.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"minimum must broadcast to the covariances {tuple(entropy.shape)}, got {tuple(bound.shape)}"
-        ) from None
+    bound = expanded("minimum", bound, entropy.shape)
     low = entropy.detach() < bound
     growth = torch.where(low, torch.exp((bound - entropy) / d), 1.0)
     spread = spread_of(policy)

@@ -33,8 +33,9 @@ from troll.gaussian.divergence import (
     whitened,
 )
 from troll.gaussian.policy import DiagonalGaussian, Gaussian, Policy, check_pair, spread_of
-from troll.gaussian.projection import GaussianProjection, Geometry, broadcast_bound, separately
+from troll.gaussian.projection import GaussianProjection, Geometry, separately
 from troll.gaussian.triangular import covariance_gradient, inner, inverse_root
+from troll.trust_region.projection import broadcast_bound
 
 
 def project_kl(
@@ -97,7 +98,7 @@ def project_joint_kl(new: Policy, old: Policy, kl_bound: float | Tensor) -> Gaus
         geometry = GEOMETRIES[type(new)]
         mean_before = geometry.mean_distance(mean.double() - old_mean.double(), old_spread.double())
         (covariance_before,) = geometry.covariance_distance(spread.double(), old_spread.double())
-    bound = broadcast_bound("kl_bound", kl_bound, batch, mean_before).reshape(-1)
+    bound = broadcast_bound(kl_bound, batch, mean_before).reshape(-1)
     outside = mean_before + covariance_before > bound
     rows = outside.nonzero().squeeze(-1)
     tau = torch.ones_like(mean_before)

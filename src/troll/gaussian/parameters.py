@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from troll.gaussian.policy import DiagonalGaussian, Gaussian, spread_of
+from troll.trust_region.checks import check_shape
 
 
 def factor_from(parameters: Tensor) -> Tensor:
@@ -38,8 +39,7 @@ def write_back(parameters: Tensor, policy: Gaussian | DiagonalGaussian) -> None:
         ValueError: If the shape of the parameters is not that of the policy's factor or scale.
     """
     spread = spread_of(policy)
-    if parameters.shape != spread.shape:
-        raise ValueError(f"parameters must be {tuple(spread.shape)}, got {tuple(parameters.shape)}")
+    check_shape("parameters", parameters, spread.shape)
     if isinstance(policy, DiagonalGaussian):
         parameters.copy_(spread.log())
         return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from troll.gaussian.policy import Gaussian, Policy, check_pair, spread_of
+from troll.trust_region.projection import broadcast_bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ def separately(
     batch = shape[:-events]
     flat, flat_old = (x.expand(shape).reshape(-1, *shape[-events:]) for x in (spread_of(new), old_spread))
     before, *more = geometry.covariance_distance(flat.detach().double(), flat_old.double())
-    bound = broadcast_bound("covariance_bound", covariance_bound, batch, before).reshape(-1)
+    bound = broadcast_bound(covariance_bound, batch, before, "covariance_bound").reshape(-1)
     outside = before > bound
     rows = outside.nonzero().squeeze(-1)
     tau = torch.ones_like(before)
@@ -101,21 +102,6 @@ def along_line(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tup
     return old + tau.unsqueeze(-1) * (new - old), tau.detach()
 
 
-def broadcast_bound(name: str, bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """A bound at each of the states `shape`, without gradient, in the dtype and on the device of `like`.
-
-    Raises:
-        ValueError: If the bound is not above 0, or does not broadcast.
-    """
-    tensor = bound.detach().to(like) if isinstance(bound, Tensor) else like.new_full((), bound)
-    if tensor.device.type == "cpu" and not bool((tensor > 0).all()):
-        raise ValueError(f"{name} must be above 0, got {bound}")
-    try:
-        return tensor.expand(shape)
-    except RuntimeError:
-        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(tensor.shape)}") from None
-
-
 def _shrunk(
     new: Tensor,
     old: Tensor,
@@ -126,7 +112,7 @@ def _shrunk(
     """The mean, moved along the straight line to the old one; its distance before, τ, and where it was outside."""
     old, old_spread = old.double(), old_spread.double()
     before = distance(new.double() - old, old_spread)
-    bound = broadcast_bound("mean_bound", mean_bound, before.shape, before)
+    bound = broadcast_bound(mean_bound, before.shape, before, "mean_bound")
     outside = before.detach() > bound
     # No division by 0, and no infinity, enters the gradient of what is not moved.
     tau = torch.sqrt(torch.where(outside, bound, 1.0) / torch.where(outside, before, 1.0))

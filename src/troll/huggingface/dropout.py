@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 
 from torch import nn
 
-#: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
-#: attention kernel, or a draw that skips a whole layer), instead of a layer of torch.
-FUNCTIONAL_RATES = frozenset(
-    {
-        "activation_dropout",
-        "attention_dropout",
-        "attn_dropout",
-        "attn_dropout_p",
-        "attn_pdrop",
-        "drop_prob",
-        "dropout",
-        "dropout_p",
-        "dropout_positions",
-        "dropout_prob",
-        "dropout_rate",
-        "embedding_dropout",
-        "emb_pdrop",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "layerdrop",
-        "resid_pdrop",
-        "residual_dropout",
-    }
-)
+#: The names of attributes in which modules of transformers keep a rate that a function reads, instead of a layer of
+#: torch: `torch.nn.functional.dropout`, an attention kernel, or a draw that skips a whole layer.
+_FUNCTIONAL_RATE = re.compile("dropout|pdrop|layerdrop|drop_(prob|rate)")
 
 
 def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
     for module in model.modules():
         is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
-        for name in ("p",) if is_layer else FUNCTIONAL_RATES & vars(module).keys():
+        for name in ("p",) if is_layer else filter(_FUNCTIONAL_RATE.search, tuple(vars(module))):
             rate = getattr(module, name)
             if isinstance(rate, float) and rate > 0:
                 yield module, name
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets all dropout rates to 0: those of layers, and those that a function reads instead."""
+    for module, name in list(dropout_rates(model)):
+        setattr(module, name, 0.0)
 
 
 def warn_about_dropout(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from troll.huggingface.routers import load_balancing_loss
 from troll.huggingface.token_ids import check_token_ids
 from troll.trust_region.reading.head import LMHead
 
-#: `(head of N tokens, their ids (N,)) -> tensors`; None for a tensor that was not requested.
-Reader = Callable[[LMHead, Tensor], tuple[Tensor | None, ...]]
+#: `(head of N tokens, their ids (N,)) -> tensors by name`.
+Reader = Callable[[LMHead, Tensor], dict[str, Tensor]]
 
 #: The argument of a model's forward that asks for a reading.
 REQUEST = "troll_reading"
@@ -64,13 +64,12 @@ class ReadingOutput(ModelOutput):
     """The results of a request. Differentiable ones are outputs of the forward, where DDP and FSDP look for them.
 
     Attributes:
-        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`; None for those
-            that were not requested.
+        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`.
         vocab_size: V, the rows of the head's weight.
         aux_loss: The router's load-balancing loss of a mixture of experts, with `output_router_logits=True`.
     """
 
-    tensors: tuple[Any, ...] = ()
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     vocab_size: int | None = None
     aux_loss: Tensor | None = None
 
@@ -160,7 +159,7 @@ def checked_output(model: nn.Module, output: Any) -> ReadingOutput:
             f"a wrapper of {name} changes what its forward returns to {type(output).__name__}: read the model "
             "without it"
         )
-    rounded = [x.dtype for x in output.tensors if x is not None and x.dtype in HALF]
+    rounded = [x.dtype for x in output.tensors.values() if x.dtype in HALF]
     if rounded:
         raise RuntimeError(
             f"the outputs of {name} are rounded to {rounded[0]}, too coarse for log-probabilities: with FSDP2, set "
@@ -212,13 +211,13 @@ def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, A
 
 
 @torch.compiler.disable
-def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tuple[Tensor | None, ...], int]:
+def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[dict[str, Tensor], int]:
     """The reader's tensors for (N, H) hidden states, and V."""
     with opened_head(model, hidden, request.temperature, request.head_in_float32) as head:
         tensors = request.reader(head, request.token_ids.to(head.hidden.device))
         # With a `device_map`, the head may be elsewhere. FSDP2 warns of outputs that are views.
-        outputs = (None if x is None else x.to(request.token_ids.device) for x in tensors)
-        return tuple(x.clone() if x is not None and x._is_view() else x for x in outputs), head.width
+        outputs = {name: x.to(request.token_ids.device) for name, x in tensors.items()}
+        return {name: x.clone() if x._is_view() else x for name, x in outputs.items()}, head.width
 
 
 @contextmanager

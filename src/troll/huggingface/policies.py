@@ -222,27 +222,21 @@ def capture_tokens(
         The policy; and, with a truncation, whether each sampled token had to be added to the kept set, (N,) bool.
     """
 
-    def read_own(head: LMHead, token_ids: Tensor) -> tuple[Tensor | None, ...]:
-        added = None
+    def read_own(head: LMHead, token_ids: Tensor) -> dict[str, Tensor]:
         if truncation is None:
-            policy = capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold)
-        else:
-            policy, added = capture_kept(head, token_ids, top_k, truncation)
-        return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot, added
+            return _tensors(capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold))
+        policy, added = capture_kept(head, token_ids, top_k, truncation)
+        return {**_tensors(policy), "added": added}
 
     at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device
     request = ReadingRequest(targets[at], at, targets.shape[1] + 1, read_own, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
-    token_ids, log_probs, tail_log_prob, slot, added = output.tensors
+    added = output.tensors.pop("added", None)
     assert output.vocab_size is not None
-    threshold = mass_threshold if truncation is None else 0.0
     policy = SparsePolicy(
-        token_ids,
-        log_probs,
-        tail_log_prob,
-        slot,
-        output.vocab_size,
-        threshold,
+        **output.tensors,
+        vocab_size=output.vocab_size,
+        mass_threshold=mass_threshold if truncation is None else 0.0,
         truncated=truncation is not None,
         temperature=float(temperature),
     )
@@ -278,14 +272,16 @@ def read_tokens(
         **inputs: Arguments of the model's forward.
     """
 
-    def read_new(head: LMHead, sampled: Tensor) -> tuple[Tensor | None, ...]:
-        ids = old.token_ids.to(sampled.device)
-        new = read(head, ids, entropy=entropy)
-        return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
+    def read_new(head: LMHead, sampled: Tensor) -> dict[str, Tensor]:
+        return _tensors(read(head, old.token_ids.to(sampled.device), entropy=entropy))
 
     request = ReadingRequest(token_ids, at, length + 1, read_new, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
-    support_ids, logits, tail_logit, tail_entropy = output.tensors
     if output.vocab_size != old.vocab_size:
         raise ValueError(f"old must be of the model's {output.vocab_size} tokens, got {old.vocab_size}")
-    return PolicyOnSupport(support_ids, logits, tail_logit, old.vocab_size, tail_entropy, temperature), output
+    return PolicyOnSupport(**output.tensors, vocab_size=old.vocab_size, temperature=temperature), output
+
+
+def _tensors(policy: SparsePolicy | PolicyOnSupport) -> dict[str, Tensor]:
+    """The tensors of a policy by name: the output of a forward, where DDP and FSDP look for nothing else."""
+    return {name: value for name, value in vars(policy).items() if isinstance(value, Tensor)}

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
 from troll.trl.micro_batch import OLD_POLICY, OldPolicy
+from troll.trl.sampling import KEEPS_ALL
 from troll.trl.seam import Scores, add_metrics, allow_log_probs, engine_settings, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.top import capture_top
@@ -50,9 +50,10 @@ class EngineTopLogprobs:
 
     def clear(self) -> None:
         """Drops the reports of the last rollout."""
-        # Blocks of rows, and in the first of them row 0.
-        self._token_ids, self._log_probs = [torch.empty(1, 0, dtype=torch.int32)], [torch.empty(1, 0)]
-        self._sampled = [torch.zeros(1)]
+        # By row: the entries of each token, and its own log-probability.
+        self._log_probs: list[Sequence[float]] = [()]
+        self._token_ids: list[Sequence[int]] = [()]
+        self._sampled = [0.0]
 
     def add(
         self, completion_ids: Sequence[Sequence[int]], top_log_probs: Entries, top_token_ids: Entries
@@ -73,38 +74,32 @@ class EngineTopLogprobs:
                 f"{TOP_LOG_PROBS} and {TOP_TOKEN_IDS} must have one list for each of the {sizes[0]} tokens of the "
                 f"completions, got {sizes[1]} and {sizes[2]}"
             )
-        sampled = _integers(completion_ids)
-        entries, ids = ([entry or () for entry in chain.from_iterable(x)] for x in (top_log_probs, top_token_ids))
-        counts = np.fromiter(map(len, entries), np.int64, len(entries))
-        used = np.arange(max([1, *counts.tolist()])) < counts[:, None]
-        log_probs = np.full(used.shape, -np.inf, np.float32)
-        log_probs[used] = np.array(list(chain.from_iterable(entries)), np.float32)  # None becomes NaN
-        log_probs[log_probs <= IMPOSSIBLE] = -np.inf
-        known = (counts > 0) & ~np.isnan(log_probs).any(-1)
-        token_ids = np.full(used.shape, -1, np.int32)
-        fits = np.fromiter(map(len, ids), np.int64, len(ids)) == counts
-        token_ids[used & fits[:, None]] = _integers(list(entry) for entry, fit in zip(ids, fits, strict=True) if fit)
-        is_sampled = token_ids == sampled[:, None]
-        if (wrong := known & ~is_sampled.any(-1)).any():  # also where ids and log-probs differ in number
-            at = int(wrong.argmax())
+        completions = zip(completion_ids, top_log_probs, top_token_ids, strict=True)
+        return [[self._row(*token) for token in zip(*each, strict=True)] for each in completions]
+
+    def _row(self, sampled: int, log_probs: Sequence[float] | None, token_ids: Sequence[int] | None) -> int:
+        """Adds a sampled token, and returns its row; 0 if an entry is unknown, or the token is impossible."""
+        log_probs, token_ids = log_probs or (), token_ids or ()
+        if not log_probs or None in log_probs or any(map(math.isnan, log_probs)):
+            return 0
+        if len(token_ids) != len(log_probs) or sampled not in token_ids:
             raise ValueError(
-                f"{TOP_TOKEN_IDS} must name the token of each of {counts[at]} entries, the sampled token {sampled[at]} "
-                f"among them, got {list(ids[at]) or None}"
+                f"{TOP_TOKEN_IDS} must name the token of each of {len(log_probs)} entries, the sampled token {sampled} "
+                f"among them, got {list(token_ids) or None}"
             )
-        own = log_probs[np.arange(len(sampled)), is_sampled.argmax(-1)]
-        known &= own > -np.inf  # nothing samples the impossible, and no ratio has it as a denominator
-        first = sum(map(len, self._sampled))
-        if first + known.sum() > MOST_ROWS + 1:
+        own = log_probs[token_ids.index(sampled)]
+        if own <= IMPOSSIBLE:  # nothing samples the impossible, and no ratio has it as a denominator
+            return 0
+        if len(self._sampled) > MOST_ROWS:
             raise ValueError(f'anchor="rollout" takes at most {MOST_ROWS} tokens a rollout and process')
-        rows = np.where(known, first - 1 + known.cumsum(), 0)
-        self._token_ids.append(torch.from_numpy(token_ids[known]))
-        self._log_probs.append(torch.from_numpy(log_probs[known]))
-        self._sampled.append(torch.from_numpy(own[known]))
-        return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0], dtype=np.int64))[:-1]]
+        self._log_probs.append(log_probs)
+        self._token_ids.append(token_ids)
+        self._sampled.append(own)
+        return len(self._sampled) - 1
 
     def log_probs(self, rows: Tensor) -> Tensor:
         """Log-probs in nats of the sampled tokens in `rows`, of any shape; 0 for row 0, as TRL has it for tools."""
-        return torch.cat(self._sampled)[rows.cpu()].to(rows.device)
+        return torch.tensor(self._sampled)[rows.cpu()].to(rows.device)
 
     def policies(
         self,
@@ -130,18 +125,20 @@ class EngineTopLogprobs:
             mass_threshold: δ of `capture_top`.
             truncated: Whether the engine reports all tokens that it could sample, as `capture_top` takes them.
         """
-        width = max(1, *(block.shape[-1] for block in self._token_ids))
-        table_ids, table = (
-            torch.cat([pad(block, (0, width - block.shape[-1]), value=fill) for block in blocks])
-            for blocks, fill in ((self._token_ids, -1), (self._log_probs, -math.inf))
-        )
+        sizes = torch.tensor([len(entries) for entries in self._log_probs])
+        used = torch.arange(max(1, int(sizes.max()))) < sizes.unsqueeze(-1)
+        table_ids, table = torch.full(used.shape, -1), torch.full(used.shape, -math.inf)
+        # numpy reads long lists many times faster than torch.
+        table_ids[used] = torch.from_numpy(np.fromiter(chain.from_iterable(self._token_ids), np.int64))
+        table[used] = torch.from_numpy(np.fromiter(chain.from_iterable(self._log_probs), np.float32))
+        table[table <= IMPOSSIBLE] = -math.inf
         device = rows.device
         rows, completion_ids, mask = rows.cpu(), completion_ids.cpu(), mask.cpu()
         log_probs = self.log_probs(rows)  # 0 without a report: all the mass, on a token that the loss leaves out
         packed: list[PackedPolicy] = []
         for row, ids, sampled, scored in zip(rows, completion_ids, log_probs, mask.bool(), strict=True):
             policy = capture_top(
-                table_ids[row[scored]].long(),
+                table_ids[row[scored]],
                 table[row[scored]],
                 ids[scored],
                 sampled[scored],
@@ -152,10 +149,6 @@ class EngineTopLogprobs:
             )
             packed.append(spread(PackedPolicy.of(policy), scored.unsqueeze(0)))
         return PackedPolicy.cat(packed).to(device).unbind()
-
-
-def _integers(lists: Any) -> Any:
-    return np.fromiter(chain.from_iterable(lists), np.int64)
 
 
 def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprobs) -> None:
@@ -267,7 +260,7 @@ class RolloutAnchor(OldPolicy):
         if trained < sampled:
             rolled_out = restricted(accelerator, rolled_out, known)
         rolled_out = rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
-        if self._reads:
+        if self._wanted:
             policies = self.reports.policies(
                 self._rows,
                 rolled_out["completion_ids"],
@@ -302,12 +295,12 @@ def check_sampling(args: TrollConfig) -> None:
     They are those of the distribution from which it samples, so the trust region would be around a truncated one, which
     is supported on a kept set only: see `truncated_ratio`.
     """
-    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+    for name, neutral in KEEPS_ALL.items():
         value = getattr(args, name)
-        if args.truncation is None and value not in (neutral, None) and (name, value) != ("top_k", -1):
+        if args.truncation is None and value not in (*neutral, None, -1):
             raise ValueError(
                 f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} changes the '
-                f"distribution: set {name}={neutral!r}"
+                f"distribution: set {name}={neutral[-1]!r}"
             )
     if "logprobs" in (args.generation_kwargs or {}):
         raise ValueError('anchor="rollout" sets logprobs to support_top_k itself: leave it out of generation_kwargs')

@@ -31,10 +31,10 @@ class TrollCallback(TrainerCallback):
         self._trainer = trainer
         # The bound that the last update used, for the log: it may have moved on by then.
         self._used_bound = math.inf
-        #: Whether the current update leaves the policy as it is, since nothing was judged. A callback that runs after
-        #: this one may have reasons of its own.
+        #: Whether the current update leaves the policy as it is, since nothing was judged. The laboratory's callback,
+        #: which runs after this one, has reasons of its own.
         self.policy_stays = False
-        #: Whether the policy has changed since the tokens of the current update were sampled.
+        # Whether the policy has changed since the tokens of the current update were sampled.
         self._moved = False
         self._rollouts = 0
         self._settings: dict[str, Any] = {}
@@ -45,9 +45,7 @@ class TrollCallback(TrainerCallback):
         transformers calls it when it has made the accelerator, before TRL shares out the reference model.
         """
         trainer = self._trainer
-        checks.refuse_model_parallelism(
-            tensor=trainer.get_tp_size(), context=trainer.get_cp_size(), sequence=trainer.get_sp_size()
-        )
+        checks.refuse_model_parallelism(trainer)
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             # accelerate would round every output to the parameters' dtype, log-probabilities among them.

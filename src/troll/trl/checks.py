@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from troll.grading import clash
 from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.dropout import dropout_rates
+from troll.huggingface.precision import local_weights, unresolved_share
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.trl import seam
 from troll.trl.config import TrollConfig
@@ -27,34 +27,19 @@ from troll.trl.estimators import ESTIMATORS
 MAX_UNRESOLVED = 0.1
 
 
-def disable_dropout(model: torch.nn.Module) -> None:
-    """Sets all dropout rates to 0: those of layers, and those that a function reads instead."""
-    for module, name in list(dropout_rates(model)):
-        setattr(module, name, 0.0)
-
-
 def refuse_another_config(args: Any, config: type[TrollConfig]) -> None:
-    """Raises TypeError unless a trainer reads all settings of a configuration.
-
-    Args:
-        args: The configuration that the trainer was given.
-        config: The trainer's class of configurations.
-    """
+    """Raises TypeError unless a trainer whose configurations are of class `config` reads all settings of `args`."""
     if not isinstance(args, config):
         raise TypeError(f"args must be a {config.__name__}, got {type(args).__name__}: change the name of the class")
-    if args.read_by != config.read_by:
+    if args.laboratory and not config.laboratory:
         raise TypeError(
-            f"args must be a {config.__name__}, got {type(args).__name__}, which has settings that only {args.read_by} "
-            "reads: use that trainer"
+            f"args must be a {config.__name__}, got {type(args).__name__}, which has settings that only "
+            "troll_lab.trl.LabTrainer reads: use that trainer"
         )
 
 
 def refuse_misfits(trainer: Any) -> None:
-    """Raises ValueError if the model, the engine, the data, the rewards or the reference do not go together.
-
-    Args:
-        trainer: A `TrollTrainer`, whose parent is set up, and which has a table of its missing tokens.
-    """
+    """Raises ValueError if a trainer's model, engine, data, rewards or reference do not go together."""
     args = trainer.args
     refuse_columns(trainer)
     if args.max_steps <= 0:  # `begin` would be too late: transformers would ask for max_steps first
@@ -81,13 +66,14 @@ def refuse_rewards_of_tokens(trainer: Any) -> None:
             )
 
 
-def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> None:
+def refuse_model_parallelism(trainer: Any) -> None:
     """Raises ValueError unless every process holds whole sequences and whole matrices whenever it computes.
 
-    The arguments are numbers of processes: those that share a matrix (accelerate's `tp_size`), and those that share a
-    sequence (accelerate's `cp_size`, and DeepSpeed's `sp_size`).
+    Processes may share a matrix (accelerate's `tp_size`) or a sequence (its `cp_size`, and DeepSpeed's `sp_size`). TRL
+    refuses only the latter, and only where accelerate's `ParallelismConfig` sets it.
     """
-    for setting, size in (("tp_size", tensor), ("cp_size", context), ("sp_size", sequence)):
+    for setting in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(trainer, f"get_{setting}")()
         if size > 1:
             raise ValueError(
                 f"TrollTrainer cannot be used with {setting}={size}: the trust region reads whole sequences and a "
@@ -98,10 +84,8 @@ def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> Non
 def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError if a column of the data has the name of an argument that TRL passes to reward functions.
 
-    Args:
-        trainer: A `GRPOTrainer`, set up.
-        row: The first row of a batch; None for the trainer's data sets, if their columns are known before they are
-            read.
+    `row` is the first of a batch; None stands for the trainer's data sets, if their columns are known before they are
+    read.
     """
     if all(isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs):  # which get no columns
         return
@@ -165,9 +149,7 @@ def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None)
     Some tokenizers have tokens that the model lacks (Gemma 3's has one for images), which is harmless as long as they
     do not occur. Text prompts are tokenized here only with such a tokenizer.
 
-    Args:
-        trainer: A `TrollTrainer`, which has a table of its missing tokens.
-        examples: The rows of a rollout; None for the rows of the data sets that have a length.
+    `examples` are the rows of a rollout; None stands for the rows of the data sets that have a length.
     """
     missing: dict[int, str] = trainer.missing_tokens
     if not missing:
@@ -192,10 +174,7 @@ def refuse_token_ids(trainer: Any, examples: list[dict[str, Any]] | None = None)
 def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
     """Raises ValueError if another model lacks a token of the tokenizer that the trained model reads.
 
-    Args:
-        name: The model in words, for the error.
-        other: A model; None is not checked.
-        trainer: A `TrollTrainer`, which has a table of its missing tokens.
+    `name` is the other model in words, for the error; the model may be None.
     """
     if other is None:
         return
@@ -233,7 +212,7 @@ def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:
     """
     if reference is None or not accelerator.is_fsdp2:
         return
-    shard = _local(reference.get_output_embeddings().weight)
+    shard = local_weights(reference.get_output_embeddings().weight)
     empty = torch.tensor([shard.numel() > 0 and not shard.any()], device=accelerator.device)
     if accelerator.gather(empty).any():
         raise ValueError(
@@ -318,37 +297,6 @@ def warn_about_precision(accelerator: Accelerator, model: torch.nn.Module, learn
             "in float32",
             stacklevel=3,
         )
-
-
-def unresolved_share(model: torch.nn.Module, learning_rate: float) -> float:
-    """The share in [0, 1] of the trained weights that a step of the optimiser cannot change; 0 if none is trained.
-
-    AdamW moves a weight by about the learning rate. Around w in [2^e, 2^(e+1)), numbers with b bits are 2^(e + 1 - b)
-    apart, and a step below half of that is rounded away. So a weight does not change if |w| is above 2^b to 2^(b + 1)
-    times the learning rate, depending on its place in the binade; this function uses the middle, 2^(b + ½), where b is
-    8 in bf16 and 11 in fp16. Weights of higher precision count as changing.
-
-    The share is estimated from at most 1024 evenly spaced weights of each parameter, weighted by the parameter's size.
-    If weights are sharded, each process uses its own shards, without communication.
-    """
-    total, stays = 0, torch.zeros(())
-    for parameter in model.parameters():
-        weights = _local(parameter)
-        if not parameter.requires_grad or not weights.numel():
-            continue
-        total += weights.numel()
-        if weights.dtype in (torch.bfloat16, torch.float16):
-            sample = weights.flatten()[:: max(1, weights.numel() // 1024)]
-            largest = learning_rate * 2**1.5 / torch.finfo(weights.dtype).eps
-            # Stays on the device: the number is read once, at the end.
-            stays = stays.to(sample.device) + (sample.abs().float() > largest).float().mean() * weights.numel()
-    return float(stays) / max(total, 1)
-
-
-def _local(parameter: torch.nn.Parameter) -> Tensor:
-    """The part of a parameter that this process holds, of FSDP2 (a DTensor) or ZeRO-3 (`ds_tensor`) too."""
-    weights: Any = getattr(parameter, "ds_tensor", parameter.detach())
-    return weights.to_local() if hasattr(weights, "to_local") else weights
 
 
 def _peft_configs(model: torch.nn.Module) -> list[Any]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
-from troll.settings import described
-from troll.trl.estimators import ESTIMATORS
-from troll.trl.own_settings import parse
-from troll.trl.ranges import MAY_BE_NONE, NUMBERS, TRL_NUMBERS, check_number
-from troll.trl.sampling import POLICY, refuse_other_distributions
-from troll.trl.surrogates import SURROGATES, check_registered, settings_read
+from troll.settings import check_number, described, parse
+from troll.trl.estimators import ESTIMATORS, check_estimator
+from troll.trl.kl_target import check_target
+from troll.trl.ranges import MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES
+from troll.trl.sampling import settle_fields
+from troll.trl.surrogates import SURROGATES, check_surrogate, settings_read
+from troll.trl.surrogates.trl_loss import settle_loss
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.policy.truncation import Truncation
@@ -24,31 +24,8 @@ from troll.trust_region.step import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
 
-#: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
-#: generation batch.
-AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
-LOSS_TYPES = (*AGGREGATION, "dapo")
-#: Loss types that work only with TRL's clip.
-CLIP_LOSS_TYPES = ("luspo",)
-#: The largest ratio of "cispo" if `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
-CISPO_LARGEST_RATIO = 5.0
-
-#: The lowest temperature that vLLM samples at; it raises lower ones to this.
-VLLM_LEAST_TEMPERATURE = 0.01
-
-#: The schedulers that set the learning rate by what they measure.
-OWN_RATE_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
-
 #: The default number of updates per rollout.
 UPDATES_PER_ROLLOUT = 8
-
-#: The estimators that `troll_lab.trl` registers, for the error that says so.
-LABORATORY_ESTIMATORS = ("rloo_tokens", "group_tokens", "gae")
-
-
-def _text(setting: Any) -> str:
-    """A setting that may be an enumeration's, as users write it."""
-    return str(getattr(setting, "value", setting))
 
 
 class _One(int):
@@ -134,8 +111,10 @@ class TrollConfig(GRPOConfig):
         "surrogate_kwargs",
     ]
 
-    #: The trainer that reads all settings of this class.
-    read_by: ClassVar[str] = "troll.trl.TrollTrainer"
+    #: The range of each number, a key of `RANGES`.
+    numbers = NUMBERS
+    #: Whether it has settings, and takes estimators, that only `troll_lab.trl.LabTrainer` reads.
+    laboratory = False
 
     updates_per_rollout: int | None = None
     surrogate: str = field(default="troll", metadata={"choices": SURROGATES})
@@ -156,8 +135,9 @@ class TrollConfig(GRPOConfig):
     diagnostics_steps: int = 0
 
     def __post_init__(self) -> None:
-        self._check_estimator()
-        self._check_trl_numbers()  # before TRL divides by them
+        if self.epsilon is None:  # in a copy, which may have another surrogate
+            self.epsilon = GRPOConfig.epsilon
+        self._check_values()
         self._set_steps_per_generation()
         # A copy of a configuration has both, which TRL has set itself and would refuse.
         batch = self.generation_batch_size
@@ -170,6 +150,60 @@ class TrollConfig(GRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
+        self._settle_updates(batch)
+        settings_read(self)  # finds wrong ones of the surrogate
+        if not self.samples_as_trl:
+            settle_fields(self)
+        settle_loss(self)
+        self._check_reward()
+        self._check_generation()
+        if self.kl_target is not None:
+            check_target(self)
+        if self.anchor == "rollout":
+            self.vllm_importance_sampling_correction = False
+
+    # Each setting by itself, before TRL computes with it
+
+    def _check_values(self) -> None:
+        check_surrogate(self.surrogate)
+        check_estimator(self.advantage_estimator, laboratory=self.laboratory)
+        choices: dict[str, Collection[str]] = {
+            "pull": PULLS,
+            "constraint": CONSTRAINTS,
+            "constraint_reduction": REDUCTIONS,
+            "anchor": get_args(Anchor),
+        }
+        for name, known in choices.items():
+            check_choice(name, getattr(self, name), known)
+        fields = SURROGATES[self.surrogate].fields
+        read = {name: takes for name, takes in NUMBERS_OF_SURROGATES.items() if name in fields}
+        for name, takes in (self.numbers | read).items():
+            if name not in self.__dataclass_fields__:  # versions of TRL differ
+                continue
+            may_be_none = name in MAY_BE_NONE or self.__dataclass_fields__[name].default is None
+            if getattr(self, name) is not None or not may_be_none:
+                check_number(name, getattr(self, name), takes)
+        for weight in self.reward_weights or ():
+            check_number("each of reward_weights", weight, "finite")
+
+    # The updates of a rollout
+
+    def _set_steps_per_generation(self) -> None:
+        """Resolves `updates_per_rollout`, before TRL sets its default of one update."""
+        updates = self.updates_per_rollout
+        theirs = self.steps_per_generation is not None or self.generation_batch_size is not None
+        if theirs or (updates is None and self.num_iterations != 1):
+            return
+        passes = (updates or UPDATES_PER_ROLLOUT) * self.gradient_accumulation_steps
+        self.steps_per_generation, rest = divmod(passes, self.num_iterations)
+        if rest:
+            raise ValueError(
+                f"updates_per_rollout={updates} with gradient_accumulation_steps={self.gradient_accumulation_steps} "
+                f"takes {passes} passes over a rollout, which num_iterations={self.num_iterations} does not divide"
+            )
+
+    def _settle_updates(self, batch: int | None) -> None:
+        """Checks that the sizes of a rollout agree, `generation_batch_size` as it was given among them."""
         if batch not in (None, self.generation_batch_size):
             raise ValueError(
                 f"generation_batch_size={batch} disagrees with steps_per_generation={self.steps_per_generation}, which "
@@ -184,77 +218,8 @@ class TrollConfig(GRPOConfig):
                 f"{self.gradient_accumulation_steps} an update: leave one of them out"
             )
         self.updates_per_rollout = None if rest else updates
-        if self.epsilon is None:  # in a copy, which may have another surrogate
-            self.epsilon = GRPOConfig.epsilon
-        self._check_values()
-        self._settle_loss()
-        self._check_reward()
-        self._check_generation()
-        if self.anchor == "rollout":
-            self.vllm_importance_sampling_correction = False
 
-    def _check_estimator(self) -> None:
-        known = [name for name, estimator in ESTIMATORS.items() if not estimator.laboratory]
-        if self.advantage_estimator in LABORATORY_ESTIMATORS:
-            raise ValueError(
-                f"advantage_estimator {self.advantage_estimator!r} needs LabConfig and LabTrainer of troll_lab.trl: "
-                f"use both, or one of {', '.join(known)}"
-            )
-        check_choice("advantage_estimator", self.advantage_estimator, known)
-
-    def _set_steps_per_generation(self) -> None:
-        """Resolves `updates_per_rollout`, before TRL sets its default of one update."""
-        updates = self.updates_per_rollout
-        if updates is not None and (not isinstance(updates, int) or updates < 1):
-            raise ValueError(f"updates_per_rollout must be an integer, at least 1, got {updates}")
-        theirs = self.steps_per_generation is not None or self.generation_batch_size is not None
-        if theirs or (updates is None and self.num_iterations != 1):
-            return
-        passes = (updates or UPDATES_PER_ROLLOUT) * self.gradient_accumulation_steps
-        self.steps_per_generation, rest = divmod(passes, self.num_iterations)
-        if rest:
-            raise ValueError(
-                f"updates_per_rollout={updates} with gradient_accumulation_steps={self.gradient_accumulation_steps} "
-                f"takes {passes} passes over a rollout, which num_iterations={self.num_iterations} does not divide"
-            )
-
-    def _settle_loss(self) -> None:
-        """Checks that the surrogate and the loss type go together, and sets the TRL fields that the surrogate needs."""
-        surrogate = SURROGATES[self.surrogate]
-        known = (*LOSS_TYPES, *CLIP_LOSS_TYPES) if surrogate.clips else LOSS_TYPES
-        if self.loss_type not in (*known, surrogate.sets.get("loss_type")):
-            remedy = f"use one of {', '.join(known)}"
-            if self.loss_type in SURROGATES:  # which sets it
-                remedy = f"set surrogate={self.loss_type!r} and leave loss_type out"
-            elif self.loss_type in CLIP_LOSS_TYPES:
-                remedy += ", or surrogate='clip'"
-            raise ValueError(f"loss_type {self.loss_type!r} does not go with surrogate {self.surrogate!r}: {remedy}")
-        if self.delta is not None and not surrogate.clips:
-            raise ValueError(
-                f"delta is a part of TRL's clip, which surrogate {self.surrogate!r} does not use: leave it unset, or "
-                "set surrogate='clip'"
-            )
-        if self.surrogate == "cispo":
-            self.epsilon_high = CISPO_LARGEST_RATIO if self.epsilon_high is None else self.epsilon_high
-            if not self.epsilon_high >= 1:
-                raise ValueError(
-                    "with surrogate 'cispo', epsilon_high is the largest ratio itself, and must be at least 1, got "
-                    f"{self.epsilon_high}: leave it out for {CISPO_LARGEST_RATIO}"
-                )
-        default = {name: entry.default for name, entry in GRPOConfig.__dataclass_fields__.items()}
-        for name, value in surrogate.sets.items():
-            given = getattr(self, name)
-            if given not in (value, default[name]):
-                warnings.warn(f"{name}={given!r} is now {value!r}: surrogate {self.surrogate!r} sets it", stacklevel=4)
-            setattr(self, name, value)
-        unread = [name for name in ("epsilon", "epsilon_high") if name not in surrogate.fields]
-        ignored = [name for name in unread if getattr(self, name) != default[name]]
-        if ignored:
-            warnings.warn(
-                f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} does not use them", stacklevel=4
-            )
-        # A clip that is off has no range; a GRPOTrainer, which would turn it on, fails in its first loss.
-        vars(self).update(dict.fromkeys(unread))
+    # Settings that exclude each other
 
     def _check_reward(self) -> None:
         """Checks that the rewards can be combined as the estimator and `kl_in_reward` need them."""
@@ -307,89 +272,6 @@ class TrollConfig(GRPOConfig):
                 f"{dtype}, which loses small updates: set {dtype}=False or use_vllm=True instead"
             )
 
-    def _check_trl_numbers(self) -> None:
-        for takes, names in TRL_NUMBERS.items():
-            for name in names:
-                if name not in self.__dataclass_fields__:  # versions of TRL differ
-                    continue
-                if getattr(self, name) is not None or name not in MAY_BE_NONE:
-                    check_number(name, getattr(self, name), takes)
-        for weight in self.reward_weights or ():
-            check_number("each of reward_weights", weight, "finite")
-
-    def _check_values(self) -> None:
-        choices: dict[str, Collection[str]] = {
-            "pull": PULLS,
-            "constraint": CONSTRAINTS,
-            "constraint_reduction": REDUCTIONS,
-            "anchor": get_args(Anchor),
-        }
-        for name, known in choices.items():
-            check_choice(name, getattr(self, name), known)
-        check_registered(self.surrogate)
-        if not self.samples_as_trl:
-            self._settle_sampling()
-        self._check_numbers(NUMBERS)
-        if self.kl_target is not None:
-            self._check_kl_target()
-        settings_read(self)  # finds wrong ones before training
-
-    def _check_kl_target(self) -> None:
-        """Refuses updates that say nothing about the learning rate, and optimisers and schedulers with their own."""
-        if self.updates_per_rollout is None:
-            raise ValueError(
-                f"kl_target needs updates of one rollout each: {self.rollout_steps} passes a rollout "
-                "(steps_per_generation times num_iterations) must be a multiple of gradient_accumulation_steps, "
-                f"got {self.gradient_accumulation_steps}"
-            )
-        if self.updates_per_rollout == 1:
-            raise ValueError(
-                "kl_target needs updates_per_rollout of at least 2, got 1: in the first update on a rollout the policy "
-                "is still the one that sampled, and its KL says nothing about the learning rate"
-            )
-        if not self.learning_rate > 0:
-            raise ValueError(
-                f"kl_target begins its search at learning_rate, which must be above 0, got {self.learning_rate}"
-            )
-        if _text(self.lr_scheduler_type) in OWN_RATE_SCHEDULERS:
-            raise ValueError(
-                f"kl_target sets the learning rate, and so does lr_scheduler_type {_text(self.lr_scheduler_type)!r}: "
-                "use another, such as constant or linear"
-            )
-        optimizer = _text(self.optim)
-        if "lomo" in optimizer or optimizer.endswith("_layerwise"):
-            raise ValueError(
-                f"kl_target sets the learning rate of an update before its last backward pass, and optim {optimizer!r} "
-                "makes a step for each layer within it: use another"
-            )
-
-    def _check_numbers(self, ranges: Mapping[str, tuple[str, ...]]) -> None:
-        """Checks fields of this class, and those of TRL that the surrogate reads, by ranges such as `NUMBERS`."""
-        unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].fields)
-        for takes, names in ranges.items():
-            for name in names:
-                unset = getattr(self, name) is None and self.__dataclass_fields__[name].default is None
-                if name not in unread and not unset:
-                    check_number(name, getattr(self, name), takes)
-
-    def _settle_sampling(self) -> None:
-        """Moves what becomes part of the old policy from `generation_kwargs` to the fields, and refuses the rest."""
-        more: dict[str, Any] = dict(self.generation_kwargs or {})  # type: ignore[arg-type]  # was parsed
-        for name in POLICY:
-            setattr(self, name, more.pop(name, getattr(self, name)))
-        self.generation_kwargs = more or None
-        fields = ("repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
-        asked = {name: getattr(self, name) for name in fields} | more
-        asked.pop("suppress_tokens", None)  # a vision-language model may have to: the trainer knows
-        refuse_other_distributions(asked)
-        if self.temperature is None:
-            raise ValueError("temperature must be a number, since the old policy is the one at this temperature")
-        if self.use_vllm and self.temperature < VLLM_LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be at least {VLLM_LEAST_TEMPERATURE} with vLLM, which samples at no lower one, got "
-                f"{self.temperature}"
-            )
-
     def with_sampling(self, unset: dict[str, Any]) -> TrollConfig:
         """The configuration with these values for the settings of the sampler that are None; itself if none changes.
 
@@ -399,7 +281,7 @@ class TrollConfig(GRPOConfig):
         changes = {k: v for k, v in unset.items() if getattr(self, k) is None and v is not None}
         if not changes:
             return self
-        changed = copy.copy(self)
+        changed = copy.copy(self)  # not by `replace`, with which transformers would set up devices and back ends anew
         vars(changed).update(changes)
         changed._check_reward()
         changed._check_generation()

@@ -55,10 +55,6 @@ class Diagnostics:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._args = trainer, trainer.args
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training, without the measurements of an interrupted update."""
         self._tally = Tally()
         self._probe: Probe | None = None
         self._probed_update: int | None = None

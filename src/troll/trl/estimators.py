@@ -127,3 +127,11 @@ def register_estimator(name: str, estimator: Estimator) -> None:
     """
     if ESTIMATORS.setdefault(name, estimator) != estimator:
         raise ValueError(f"name must be that of no other estimator, got {name!r}: choose another")
+
+
+def check_estimator(name: str, *, laboratory: bool) -> None:
+    """Raises ValueError unless an estimator has this name; with `laboratory`, also one that only `LabTrainer` takes."""
+    known = [each for each, estimator in ESTIMATORS.items() if laboratory or not estimator.laboratory]
+    if name not in known:
+        more = "" if laboratory else "; LabConfig and LabTrainer of troll_lab.trl have more"
+        raise ValueError(f"advantage_estimator must be one of {', '.join(known)}, got {name!r}{more}")

@@ -18,7 +18,48 @@ from troll.trust_region.rate import KLTarget
 #: After so many rollouts the rate is near the one that it will stay at.
 SETTLED_ROLLOUTS = 4
 
+#: The schedulers that set the learning rate by what they measure.
+OWN_RATE_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
+
 Schedule = Callable[[int], float]
+
+
+def check_target(args: Any) -> None:
+    """Refuses updates that say nothing about the learning rate, and optimisers and schedulers with their own.
+
+    Args:
+        args: A `TrollConfig` with a `kl_target`.
+
+    Raises:
+        ValueError: Names the setting.
+    """
+    if args.updates_per_rollout is None:
+        raise ValueError(
+            f"kl_target needs updates of one rollout each: {args.rollout_steps} passes a rollout "
+            "(steps_per_generation times num_iterations) must be a multiple of gradient_accumulation_steps, "
+            f"got {args.gradient_accumulation_steps}"
+        )
+    if args.updates_per_rollout == 1:
+        raise ValueError(
+            "kl_target needs updates_per_rollout of at least 2, got 1: in the first update on a rollout the policy "
+            "is still the one that sampled, and its KL says nothing about the learning rate"
+        )
+    if not args.learning_rate > 0:
+        raise ValueError(
+            f"kl_target begins its search at learning_rate, which must be above 0, got {args.learning_rate}"
+        )
+    # As users write them, not as transformers' enumerations.
+    scheduler, optimizer = (str(getattr(x, "value", x)) for x in (args.lr_scheduler_type, args.optim))
+    if scheduler in OWN_RATE_SCHEDULERS:
+        raise ValueError(
+            f"kl_target sets the learning rate, and so does lr_scheduler_type {scheduler!r}: use another, such as "
+            "constant or linear"
+        )
+    if "lomo" in optimizer or optimizer.endswith("_layerwise"):
+        raise ValueError(
+            f"kl_target sets the learning rate of an update before its last backward pass, and optim {optimizer!r} "
+            "makes a step for each layer within it: use another"
+        )
 
 
 class KLTargetRate:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from troll.huggingface.policies import capture_tokens, read_tokens, scatter, spread, targets_of
 from troll.trl import seam
-from troll.trl.config import AGGREGATION
 from troll.trl.surrogates import ScoredTokens
+from troll.trl.surrogates.trl_loss import AGGREGATION
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import aggregate
 from troll.trust_region.metrics import masked_total
@@ -26,6 +26,9 @@ from troll.trust_region.step import trust_region_step
 #: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list with one packed policy for
 #: each completion.
 OLD_POLICY = "troll_old_policy"
+
+#: TRL's `_get_per_token_logps_and_entropies`.
+Scoring = Callable[..., tuple[Any, ...]]
 
 
 class OldPolicy:
@@ -39,7 +42,7 @@ class OldPolicy:
         #: Whether TRL's next scoring pass is that of the old policy.
         self.expects_scoring = False
         # Whether the updates of the current rollout read whole policies.
-        self._reads = False
+        self._wanted = False
         # The policies of a rollout, and the log-probabilities that TRL got with them.
         self._captured: tuple[list[PackedPolicy], Tensor] | None = None
         # Sampled tokens that the kept sets lacked, and all, (2,).
@@ -48,31 +51,18 @@ class OldPolicy:
     def start(self) -> None:
         """Begins a rollout; drops one that an exception has interrupted."""
         trainer, args = self._trainer, self._args
-        reads = args.reads_policies or trainer.diagnostics.due(rollout=True)
-        self._captured, self._reads = None, trainer.model.training and reads and not args.always_on_policy
+        wanted = args.reads_policies or trainer.diagnostics.due(rollout=True)
+        self._captured, self._wanted = None, trainer.model.training and wanted and not args.always_on_policy
         # TRL's first scoring pass is the policy's; the reference's, with PEFT of the same model, follows.
-        self.expects_scoring = self._reads and args.scores_rollouts
+        self.expects_scoring = self._wanted and args.scores_rollouts
 
     def score(
-        self,
-        score: Callable[..., tuple[Any, ...]],
-        model: Any,
-        ids: Tensor,
-        mask: Tensor,
-        length: int,
-        *rest: Any,
-        **named: Any,
+        self, score: Scoring, model: Any, ids: Tensor, mask: Tensor, length: int, *rest: Any, **named: Any
     ) -> tuple[Any, ...]:
-        """Scores a rollout like TRL's own method, and captures its policies in the same pass.
+        """Scores a rollout by TRL's method `score`, and captures its policies in the same pass.
 
-        Args:
-            score: TRL's method, which calls a model for some sequences at a time; it takes all other arguments.
-            model: The model to score with.
-            ids: Token ids of prompts and completions, (B, P + T).
-            mask: Their attention mask, (B, P + T).
-            length: T, the tokens of a completion.
-            *rest: Further positional arguments.
-            **named: Further keyword arguments.
+        The method takes all other arguments, and calls the model for some sequences at a time: `ids` and `mask` are
+        (B, P + T), of prompts and completions, and `length` is T, the tokens of a completion.
         """
         self.expects_scoring = False
         policies: list[PackedPolicy] = []
@@ -115,13 +105,13 @@ class OldPolicy:
         """
         policies, log_probs = self._captured or ([], None)
         self._captured = None
-        if self._reads and (log_probs is None or rolled_out.get("old_per_token_logps") is not log_probs):
+        if self._wanted and (log_probs is None or rolled_out.get("old_per_token_logps") is not log_probs):
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
         accelerator = self._trainer.accelerator
         if "sampling_per_token_logps" in rolled_out and "old_per_token_logps" in rolled_out:
             old, sampling = (rolled_out[f"{name}_per_token_logps"] for name in ("old", "sampling"))
             seam.add_metrics(self._trainer, mismatch(accelerator, old, sampling, seam.loss_mask(rolled_out)))
-        if not self._reads:
+        if not self._wanted:
             return rolled_out
         if self._args.truncation is not None:
             added, tokens = accelerator.reduce(self._added, reduction="sum").tolist()
@@ -158,10 +148,7 @@ class SurrogateLoss:
         self._own_settings = trainer.args.own_settings
         # The scores of the new policy, while TRL's loss is to take them.
         self._handed: seam.Scores | None = None
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training, whose first loss is to be checked."""
+        # Whether TRL's loss was found to use them.
         self._use_checked = False
 
     def handed(self) -> seam.Scores | None:
@@ -322,4 +309,4 @@ class SurrogateLoss:
             tokens = tokens * accumulated / trainer.args.steps_per_generation
             return aggregate(per_token, mask, "token_mean", num_tokens=tokens)
         max_length = trainer.max_completion_length if trainer.loss_type == "dr_grpo" else None
-        return aggregate(per_token, mask, AGGREGATION[trainer.loss_type], max_length) / accumulated  # type: ignore[arg-type]
+        return aggregate(per_token, mask, AGGREGATION[trainer.loss_type], max_length) / accumulated

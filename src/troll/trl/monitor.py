@@ -8,7 +8,6 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from troll.trl.config import TrollConfig
 from troll.trl.surrogates import SURROGATES
 from troll.trust_region.diagnostics import support_too_small
 from troll.trust_region.metrics import Tally, masked_total, step_tally, support_tally
@@ -33,24 +32,20 @@ _KNOWN = ("projected_fraction", "kl_before_mean")
 
 
 class Monitor:
-    """Collects `TrustRegionStep` of the micro-batches; every method runs on every process.
+    """Collects `TrustRegionStep` of the micro-batches of a training; every method runs on every process.
 
     Args:
         accelerator: Adds up the statistics of the trainer's processes.
-        args: The trainer's configuration.
+        args: The trainer's `TrollConfig`.
     """
 
-    def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
+    def __init__(self, accelerator: Accelerator, args: Any) -> None:
         self._accelerator, self._args = accelerator, args
         self._remedy = REMEDY.format(_RATE if args.kl_target is None else "kl_target")
         #: Finds whether the bound is too wide or too narrow.
         self.watch = Watch(args)
         self._warned_of_coverage = False
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training, without the sums of an interrupted update."""
-        self.watch.start()
+        #: The sums since the last log.
         self.tally = Tally()
         # The sums that the host needs: of the current update, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
@@ -142,20 +137,16 @@ class Watch:
     A resumed run continues with the state of its checkpoint, and does not repeat a warning.
 
     Args:
-        args: The trainer's configuration.
+        args: The trainer's `TrollConfig`.
     """
 
-    def __init__(self, args: TrollConfig) -> None:
+    def __init__(self, args: Any) -> None:
         self._args = args
         projects = SURROGATES[args.surrogate].projects
         # The proximal pull acts on every token, also on those within the bound.
         self._looks_for_none = projects and args.pull == "projection"
         # One multiplier for many tokens projects them all.
         self._looks_for_many = projects and args.constraint == "token"
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training."""
         # While no token has been projected: the updates of a policy that had moved. Then, or once that is said: None.
         self._idle: int | None = 0
         # Projected tokens, all tokens, and whole rollouts, until a warning: then None.
@@ -164,15 +155,10 @@ class Watch:
     def observe(
         self, projected: float, tokens: float, kl: float, kl_bound: float, *, moved: bool, last: bool
     ) -> str | None:
-        """Counts an update, see `Monitor.end_update`; returns a warning if there is one.
+        """Counts an update of `tokens` tokens, some of them projected; returns a warning if there is one.
 
-        Args:
-            projected: The number of its projected tokens.
-            tokens: The number of all its tokens.
-            kl: The sum of their KL divergences before the projection, in nats.
-            kl_bound: See `Monitor.end_update`.
-            moved: See `Monitor.end_update`.
-            last: See `Monitor.end_update`.
+        `kl` is the sum of their KL divergences before the projection, in nats; the other arguments are those of
+        `Monitor.end_update`.
         """
         args = self._args
         reuse = "updates_per_rollout" if args.updates_per_rollout else "steps_per_generation"

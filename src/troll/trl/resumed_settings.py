@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from troll.files import flat, json_value
+from troll.files import flat, json_text
 from troll.trl.config import TrollConfig
 
 #: The settings that a resumed run may change without a word, and all that begin with one of the prefixes: its length,
@@ -16,9 +16,6 @@ _MAY_CHANGE = {
     "batch_eval_metrics",
     "debug",
     "disable_tqdm",
-    "do_eval",
-    "do_predict",
-    "do_train",
     "enable_jit_checkpoint",
     "greater_is_better",
     "ignore_data_skip",
@@ -43,6 +40,7 @@ _MAY_CHANGE = {
 _MAY_CHANGE_PREFIXES = (
     "dataloader_",
     "ddp_",
+    "do_",
     "eval_",
     "hub_",
     "include_",
@@ -74,7 +72,9 @@ def may_change(name: str) -> bool:
 
 def settings(args: TrollConfig) -> dict[str, Any]:
     """The settings that decide what a run computes, by name, as JSON holds them."""
-    return {name: _plain(value) for name, value in flat(args.to_dict()).items() if not may_change(name)}
+    decide = {name: value for name, value in flat(args.to_dict()).items() if not may_change(name)}
+    text = json_text(decide, default=_described)
+    return dict(json.loads(text))
 
 
 def changed_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
@@ -93,16 +93,11 @@ def changed_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> str |
     return ", ".join(changes) + stays
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+def _described(value: Any) -> Any:
+    """What a value that JSON lacks is compared by."""
     if isinstance(value, Enum):
-        return _plain(value.value)
+        return value.value
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
-    if isinstance(value, str | int | float | None):
-        return json_value(value)
     text = repr(value)  # of a dtype, for example; not with the address of an object, which every run has anew
     return type(value).__name__ if " at 0x" in text else text

@@ -25,6 +25,9 @@ FILE = "the model's generation_config.json"
 #: The settings that become part of the old policy.
 POLICY = ("temperature", "top_k", "top_p", "min_p")
 
+#: The lowest temperature that vLLM samples at; it raises lower ones to this.
+VLLM_LEAST_TEMPERATURE = 0.01
+
 _INERT = """
     max_length max_new_tokens max_tokens max_time stop stop_token_ids ignore_eos repetition_detection
     include_stop_str_in_output early_stopping length_penalty
@@ -105,13 +108,11 @@ class RolloutConfig(GenerationConfig):
         self, defaults_only: bool = False, allow_custom_entries: bool = False, **settings: Any
     ) -> dict[str, Any]:
         """Overrides the parent: `generate` fills in what is None from the model's file, then from its defaults."""
-        if defaults_only:
-            defaults = seam.generation_defaults()
+        if allow_custom_entries:  # of the file
             settings = {
                 name: value
                 for name, value in settings.items()
-                if value == defaults.get(name)
-                or (value != [] and name not in POLICY and not changes_distribution(name, value))
+                if value != [] and name not in POLICY and not changes_distribution(name, value)
             }
         return super().update(defaults_only, allow_custom_entries, **settings)
 
@@ -131,6 +132,29 @@ def refuse_other_distributions(asked: Mapping[str, Any]) -> None:
                 f"old policy has to be what it draws from: it can follow temperature, top_k, top_p and min_p only. "
                 f"Use these, or {remedy}"
             )
+
+
+def settle_fields(args: Any) -> None:
+    """Moves what becomes part of the old policy from `generation_kwargs` to the fields of a `TrollConfig`.
+
+    Raises:
+        ValueError: If the rest, or another field, changes what the sampler draws from.
+    """
+    more: dict[str, Any] = dict(args.generation_kwargs or {})
+    for name in POLICY:
+        setattr(args, name, more.pop(name, getattr(args, name)))
+    args.generation_kwargs = more or None
+    fields = ("repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
+    asked = {name: getattr(args, name) for name in fields} | more
+    asked.pop("suppress_tokens", None)  # a vision-language model may have to: `settle` knows
+    refuse_other_distributions(asked)
+    if args.temperature is None:
+        raise ValueError("temperature must be a number, since the old policy is the one at this temperature")
+    if args.use_vllm and args.temperature < VLLM_LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be at least {VLLM_LEAST_TEMPERATURE} with vLLM, which samples at no lower one, got "
+            f"{args.temperature}"
+        )
 
 
 def settle(trainer: Any) -> Any:
@@ -155,12 +179,13 @@ def settle(trainer: Any) -> Any:
         trainer.eos_token_ids = list(ends) if isinstance(ends, Collection) else [ends]
     # vLLM gets every setting with the request, continuous batching reads no file, and a function of the user's samples
     # as the configuration says.
-    alone = args.use_vllm or args.use_transformers_continuous_batching or trainer.rollout_func is not None
-    file = {} if alone else {k: v for k, v in trainer.model.generation_config.to_dict().items() if v is not None}
+    without_file = args.use_vllm or args.use_transformers_continuous_batching or trainer.rollout_func is not None
+    file = {} if without_file else trainer.model.generation_config.to_dict()
+    file = {name: value for name, value in file.items() if value is not None}
     left = [name for name in ALL if getattr(args, name) is None]
     taken = {name: file[name] for name in left if name in file}
     try:
-        args = args.with_sampling((ALL if alone else UNSET) | taken)
+        args = args.with_sampling((ALL if without_file else UNSET) | taken)
     except ValueError as error:
         if not taken:
             raise

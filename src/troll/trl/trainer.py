@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from troll.huggingface.dropout import disable_dropout
 from troll.huggingface.forward import unwrapped
 from troll.huggingface.positions import positions_from_mask
 from troll.huggingface.token_ids import without_embedding
@@ -48,7 +49,9 @@ class TrollTrainer(GRPOTrainer):
     - `_compute_loss` is TRL's loss, of a micro-batch whose old log-probabilities make its ratio the surrogate's.
 
     A micro-batch is told from top to bottom in `troll.trl.micro_batch`; what happens before a training and between
-    updates, in `troll.trl.callback`.
+    updates, in `troll.trl.callback`. A trainer that samples in another way, such as `troll_lab.trl.LabTrainer`, changes
+    `_roll_out` and `_make_old_policy`; where a sample has several rows, `of_rows` and `of_samples`; and where older
+    weights sample, `rollouts_behind`.
 
     Attributes:
         kl_bound: ε in nats, which the next update uses: at first that of `args`. A callback may set it between updates,
@@ -131,10 +134,7 @@ class TrollTrainer(GRPOTrainer):
             self.beta = 0.0  # or the parent would add the KL to the loss too
 
         self.old_policy = self._make_old_policy()
-        self.surrogate_loss = SurrogateLoss(self)
-        self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
-        self.monitor = Monitor(self.accelerator, args)
-        self.diagnostics = Diagnostics(self)
+        self._make_parts()
         #: Sets the learning rate in a training with a `kl_target`; None for the scheduler only.
         self.kl_target_rate: KLTargetRate | None = None
         #: The (N, F) rewards of the current rollout, of all processes.
@@ -152,14 +152,21 @@ class TrollTrainer(GRPOTrainer):
         if self.args.use_vllm:
             seam.load_whole_weights(self.vllm_generation)
         if self.args.disable_dropout:  # TRL switches only layers off
-            checks.disable_dropout(self.model)
+            disable_dropout(self.model)
+
+    def _make_parts(self) -> None:
+        """Makes the parts that count within a training; each training begins with new ones."""
+        self.surrogate_loss = SurrogateLoss(self)
+        self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
+        self.monitor = Monitor(self.accelerator, self.args)
+        self.diagnostics = Diagnostics(self)
 
     def _make_old_policy(self) -> OldPolicy:
         """The old policy: the engine's, or captured."""
         return RolloutAnchor(self) if self.args.anchor == "rollout" else OldPolicy(self)
 
     def begin(self) -> None:
-        """Begins a training: refuses what cannot be trained, and drops the state of an interrupted one.
+        """Begins a training: refuses what cannot be trained, and leaves out the state of an interrupted one.
 
         Raises:
             ValueError: See the class.
@@ -167,8 +174,7 @@ class TrollTrainer(GRPOTrainer):
         sampling.refuse_changes(self)
         checks.refuse_few_rows(self)
         seam.forget_rollout(self)
-        for part in (self.surrogate_loss, self.monitor, self.diagnostics, self.ungraded):
-            part.start()
+        self._make_parts()
 
     # The rollout
 

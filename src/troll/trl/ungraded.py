@@ -45,10 +45,7 @@ class UngradedFilter:
         self._verdicts = Counter[tuple[int, bool, bool]]()  # by grader, whether there was an answer, and a score
         self._reasons = Counter[str]()
         self._troubled_rollouts = self._hopeless_rollouts = 0
-        self.start()
-
-    def start(self) -> None:
-        """Drops the counts of an interrupted update."""
+        # Of the current update: its tokens in the loss, and whether a rollout of it had trouble.
         self._tokens: Tensor | int = 0
         self._in_doubt = False
 
@@ -85,7 +82,7 @@ class UngradedFilter:
 
         Args:
             rolled_out: This process's rollout.
-            of_rows: `Conversations.of_rows`, which maps values of samples to rows.
+            of_rows: Takes this process's rows of values of all completions, as `TrollTrainer.of_rows`.
 
         Raises:
             NothingJudgedError: If a grader could judge nothing in this rollout and the two before.
@@ -135,7 +132,7 @@ class UngradedFilter:
     def left_nothing(self) -> bool:
         """Whether the current update has no tokens in the loss, on any process, since nothing could be judged."""
         tokens, in_doubt = self._tokens, self._in_doubt
-        self.start()
+        self._tokens, self._in_doubt = 0, False
         return in_doubt and not self._accelerator.reduce(tokens, reduction="sum")
 
 

@@ -23,10 +23,27 @@ def check_integers(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be integers, got {tensor.dtype}")
 
 
-def check_shape(name: str, tensor: Tensor, shape: Sequence[object]) -> None:
-    """Raises ValueError unless a tensor has this shape."""
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} must be {shape_text(shape)}, got {shape_text(tensor.shape)}")
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless a tensor holds floating-point numbers."""
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+
+
+def check_shape(name: str, tensor: Tensor, *shapes: Sequence[int | str]) -> None:
+    """Raises ValueError unless a tensor has one of these shapes, in which a letter stands for any size."""
+    for shape in shapes:
+        sizes = zip(tensor.shape, shape, strict=False)
+        if tensor.dim() == len(shape) and all(isinstance(takes, str) or size == takes for size, takes in sizes):
+            return
+    raise ValueError(f"{name} must be {' or '.join(map(shape_text, shapes))}, got {shape_text(tensor.shape)}")
+
+
+def expanded(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor expanded to a shape; raises ValueError if it does not broadcast to it."""
+    try:
+        return tensor.expand(tuple(shape))
+    except RuntimeError:
+        raise ValueError(f"{name} must broadcast to {shape_text(shape)}, got {shape_text(tensor.shape)}") from None
 
 
 def shared(owners: str, name: str, values: Sequence[T]) -> T:
@@ -45,8 +62,7 @@ def shape_text(shape: Sequence[object]) -> str:
 def check_mask_fits(mask: Tensor, **tensors: Tensor) -> None:
     """Raises ValueError unless the tensors have the mask's shape."""
     for name, tensor in tensors.items():
-        if tensor.shape != mask.shape:
-            raise ValueError(f"{name} must be {shape_text(mask.shape)} like the mask, got {shape_text(tensor.shape)}")
+        check_shape(name, tensor, mask.shape)
 
 
 def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused: bool = False) -> None:

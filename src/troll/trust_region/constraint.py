@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .checks import check_choice
+from .checks import check_choice, check_floating, check_shape
 from .dual import Moments, TokenCurve
 
 if TYPE_CHECKING:
@@ -51,11 +51,8 @@ class Constraint:
     def __post_init__(self) -> None:
         if self.group.dtype != torch.int64:
             raise ValueError(f"group must be int64, got {self.group.dtype}")
-        if self.weight.shape != self.group.shape or not self.weight.is_floating_point():
-            raise ValueError(
-                f"weight must be floating point {tuple(self.group.shape)} like group, "
-                f"got {self.weight.dtype} {tuple(self.weight.shape)}"
-            )
+        check_floating("weight", self.weight)
+        check_shape("weight", self.weight, self.group.shape)
 
     @staticmethod
     def sequence(mask: Tensor, reduction: Reduction = "mean") -> Constraint:
@@ -67,8 +64,7 @@ class Constraint:
         Raises:
             ValueError: If the mask is not (B, T), or the reduction is unknown.
         """
-        if mask.dim() != 2:
-            raise ValueError(f"mask must be (B, T), got {tuple(mask.shape)}")
+        check_shape("mask", mask, ("B", "T"))
         counts = mask.bool()
         group = torch.arange(len(mask), device=mask.device).unsqueeze(-1).expand(mask.shape)
         check_choice("reduction", reduction, REDUCTIONS)
@@ -86,10 +82,7 @@ class Constraint:
             ValueError: If the constraint is for other positions, a group is outside [0, groups), or a weight is below 0
                 or not finite.
         """
-        if self.group.shape != shape:
-            raise ValueError(
-                f"constraint must be for the token positions {tuple(shape)}, got {tuple(self.group.shape)}"
-            )
+        check_shape("the constraint's token positions", self.group, shape)
         fits = (self.group >= 0) & (self.group < self.groups)
         if not bool(fits.all()):
             raise ValueError(f"constraint: group must be in [0, {self.groups}), got {self.group[~fits][0].item()}")

@@ -7,15 +7,16 @@ logits are not a distribution are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_mask_fits, check_shape, shape_text
+from .checks import check_mask_fits, check_shape, expanded
 from .constraint import Constraint
 from .dual import newton
-from .metrics import Tally, counted, distribution, largest, quantiles, total
+from .metrics import Tally
 from .policy.on_support import PolicyOnSupport, sparse_entropy
 from .policy.sparse import SparsePolicy
 from .probabilities import PROBABILITY_FLOOR, as_float, divergence, floored
@@ -45,8 +46,7 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
     Raises:
         ValueError: If the tensors differ in shape, or are not (B, T).
     """
-    if mask.dim() != 2:
-        raise ValueError(f"mask must be (B, T), got {shape_text(mask.shape)}")
+    check_shape("mask", mask, ("B", "T"))
     check_mask_fits(mask, token_kl=token_kl, log_ratio=log_ratio)
     # A row with an invalid token has no divergence: it becomes NaN, and is left out.
     token_kl, log_ratio = (torch.where(mask.bool(), as_float(x), 0.0) for x in (token_kl, log_ratio))
@@ -56,7 +56,7 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
         "sequence_kl_k3": torch.expm1(log_ratio) - log_ratio,
     }
     sequences = mask.bool().any(-1)
-    return Tally({name: total(counted(terms.sum(-1), sequences)) for name, terms in estimates.items()})
+    return Tally({name: _total(_counted(terms.sum(-1), sequences)) for name, terms in estimates.items()})
 
 
 class TailGap(NamedTuple):
@@ -128,10 +128,10 @@ def tail_report(gap: TailGap, mask: Tensor) -> Tally:
         ValueError: If the positions are not those of the mask.
     """
     check_mask_fits(mask, gap=gap.gap)
-    gaps, limits = counted(gap.gap, mask), counted(gap.bound, mask)
+    gaps, limits = _counted(gap.gap, mask), _counted(gap.bound, mask)
     return Tally(
-        {"tail_gap": total(gaps), "tail_gap_bound": total(limits)},
-        {"tail_gap_max": largest(gaps), "tail_gap_bound_max": largest(limits)},
+        {"tail_gap": _total(gaps), "tail_gap_bound": _total(limits)},
+        {"tail_gap_max": _largest(gaps), "tail_gap_bound_max": _largest(limits)},
     )
 
 
@@ -200,13 +200,13 @@ def dual_report(
     evaluations = as_float(root.evaluations)
     curvature = root.tau.square() * variance
     parts = {"variance": variance, "curvature": curvature, "conditioning": curvature / kl}
-    totals = {"solver_evaluations": total(evaluations), "bisected_fraction": total((root.bisections > 0).to(kl))}
+    totals = {"solver_evaluations": _total(evaluations), "bisected_fraction": _total((root.bisections > 0).to(kl))}
     for name, values in parts.items():
-        totals |= quantiles(name, values, (50,))
+        totals |= _quantiles(name, values, (50,))
     return Tally(
         totals,
-        {"solver_evaluations_max": largest(evaluations), "constraint_error_max": largest((kl / bound - 1).abs())},
-        {f"{name}_min": -largest(-values) for name, values in parts.items()},
+        {"solver_evaluations_max": _largest(evaluations), "constraint_error_max": _largest((kl / bound - 1).abs())},
+        {f"{name}_min": -_largest(-values) for name, values in parts.items()},
     )
 
 
@@ -232,16 +232,11 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
         raise ValueError(f"clip must be above 0, got {clip}")
     check_mask_fits(mask, log_ratio=log_ratio)
     counts = mask.bool() & log_ratio.isfinite()
-    try:
-        advantages = advantages.expand(mask.shape)[counts]
-    except RuntimeError:
-        raise ValueError(
-            f"advantages must broadcast to {shape_text(mask.shape)}, got {shape_text(advantages.shape)}"
-        ) from None
+    advantages = expanded("advantages", advantages, mask.shape)[counts]
     ratio = as_float(log_ratio)[counts].exp()
     cut = ((advantages > 0) & (ratio > 1 + clip)) | ((advantages < 0) & (ratio < 1 - clip))
-    totals = quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": total(cut.to(ratio))}
-    return Tally(totals, {"ratio_max": largest(ratio)})
+    totals = _quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": _total(cut.to(ratio))}
+    return Tally(totals, {"ratio_max": _largest(ratio)})
 
 
 @torch.no_grad()
@@ -262,9 +257,9 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     """
     check_mask_fits(mask, old=old.tail_log_prob)
     old = old[mask.bool() & old.log_probs[..., 0].isfinite()]
-    totals = distribution("kept_tokens", as_float(old.used.sum(-1)))
-    totals |= distribution("covered_mass", 1 - old.tail_log_prob.exp())
-    return Tally(totals | {"old_entropy": total(sparse_entropy(old))})
+    totals = _distribution("kept_tokens", as_float(old.used.sum(-1)))
+    totals |= _distribution("covered_mass", 1 - old.tail_log_prob.exp())
+    return Tally(totals | {"old_entropy": _total(sparse_entropy(old))})
 
 
 def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, setting: str = "top_k") -> str | None:
@@ -293,3 +288,32 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
         "does not see changes within it, usually about the same share of the divergence. Raise "
         f"{setting} to {4 * top_k}, or sample at a lower temperature; tail_gap measures what is missed"
     )
+
+
+def _counted(values: Tensor, mask: Tensor) -> Tensor:
+    """The finite values of the mask, (n,)."""
+    return as_float(values)[mask.bool() & values.isfinite()]
+
+
+def _total(values: Tensor) -> Tensor:
+    """Sum and count of (n,) values, (2,): a mean that adds up."""
+    return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest of (n,) values; −inf if there are none."""
+    return values.max() if len(values) else values.new_tensor(-torch.inf)
+
+
+def _quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    """Percentiles of (n,) values, each as a sum and a count that weights it n times in a mean."""
+    if len(values) == 0:
+        return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
+    weight = values.new_tensor(float(len(values)))
+    sums = weight * torch.quantile(values, values.new_tensor([percent / 100 for percent in percents]))
+    return {f"{name}_p{percent}": torch.stack([x, weight]) for percent, x in zip(percents, sums, strict=True)}
+
+
+def _distribution(name: str, values: Tensor) -> dict[str, Tensor]:
+    """The mean of (n,) values, and their 5, 50 and 95 % quantiles."""
+    return {name: _total(values)} | _quantiles(name, values, (5, 50, 95))

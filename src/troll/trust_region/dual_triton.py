@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import dual
+from .probabilities_triton import divergence_terms
 
 TOLERANCE = tl.constexpr(dual.tolerance(torch.float32))
 MAX_EVALUATIONS = tl.constexpr(dual.MAX_EVALUATIONS)
@@ -83,23 +84,3 @@ def tilt(p, s, tau, center):
     mean = tl.sum(tilted * centered)
     deviation = centered - mean
     return log_ratio, tilted, log_total, kl, mean, tl.sum(tilted * deviation * deviation)
-
-
-@triton.jit
-def divergence_terms(p, q, x):
-    """`p (x eˣ − expm1 x)` for `q = p eˣ`, which sum to KL(q ‖ p): never negative, and nothing cancels.
-
-    Triton has no expm1. Where x is small this is `p Σ xⁿ / (n (n − 2)!)` for n ≥ 2, exact to float32 with 11 terms;
-    elsewhere `p + (x − 1) q` loses at most two bits.
-    """
-    series = 1.0 / 3991680 + x * (1.0 / 43545600)
-    series = 1.0 / 403200 + x * series
-    series = 1.0 / 45360 + x * series
-    series = 1.0 / 5760 + x * series
-    series = 1.0 / 840 + x * series
-    series = 1.0 / 144 + x * series
-    series = 1.0 / 30 + x * series
-    series = 1.0 / 8 + x * series
-    series = 1.0 / 3 + x * series
-    series = 1.0 / 2 + x * series
-    return tl.where(tl.abs(x) < 1, p * (x * x * series), p + (x - 1) * q)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .checks import check_choice, shape_text
+from .checks import check_choice, check_shape
 from .metrics import step_tally
 from .step import TrustRegionStep
 
@@ -55,14 +55,9 @@ def troll_loss(
             or (on a CPU) the mask counts tokens that the step did not score.
     """
     shape = step.log_ratio.shape
-    if len(shape) != 2:
-        raise ValueError(f"step must hold (B, T) tokens, got {shape_text(shape)}")
-    if mask.shape != shape:
-        raise ValueError(f"mask must be {shape_text(shape)} like the step, got {shape_text(mask.shape)}")
-    if advantages.shape not in (shape, shape[:1]):
-        raise ValueError(
-            f"advantages must be {shape_text(shape[:1])} or {shape_text(shape)}, got {shape_text(advantages.shape)}"
-        )
+    check_shape("step", step.log_ratio, ("B", "T"))
+    check_shape("mask", mask, shape)
+    check_shape("advantages", advantages, shape[:1], shape)
     if not regression_weight >= 0:
         raise ValueError(f"regression_weight must be at least 0, got {regression_weight}")
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .policy.sparse import SparsePolicy
-from .probabilities import as_float
 from .step import TrustRegionStep
 
 
@@ -119,35 +118,6 @@ def _masked_totals(values: Tensor, masks: Tensor) -> Tensor:
 def _stacked(values: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     """Quantities of (...) tokens as (m, N), without gradient."""
     return torch.stack([x.detach().reshape(-1).to(dtype) for x in values])
-
-
-def counted(values: Tensor, mask: Tensor) -> Tensor:
-    """The finite values of the mask, (n,)."""
-    return as_float(values)[mask.bool() & values.isfinite()]
-
-
-def total(values: Tensor) -> Tensor:
-    """Sum and count of (n,) values, (2,): a mean that adds up."""
-    return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
-
-
-def largest(values: Tensor) -> Tensor:
-    """The largest of (n,) values; −inf if there are none."""
-    return values.max() if len(values) else values.new_tensor(-torch.inf)
-
-
-def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
-    """Percentiles of (n,) values, each as a sum and a count that weights it n times in a mean."""
-    if len(values) == 0:
-        return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
-    weight = values.new_tensor(float(len(values)))
-    sums = weight * torch.quantile(values, values.new_tensor([percent / 100 for percent in percents]))
-    return {f"{name}_p{percent}": torch.stack([x, weight]) for percent, x in zip(percents, sums, strict=True)}
-
-
-def distribution(name: str, values: Tensor) -> dict[str, Tensor]:
-    """The mean of (n,) values, and their 5, 50 and 95 % quantiles."""
-    return {name: total(values)} | quantiles(name, values, (5, 50, 95))
 
 
 def _combined(

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .checks import expanded, shape_text
 from .constraint import Constraint, SharedCurve
 from .dual import TokenCurve, newton, tilt
-from .policy.on_support import PolicyOnSupport, present_outcomes
+from .policy.on_support import PolicyOnSupport, check_one_support, present_outcomes
 from .policy.sparse import SparsePolicy
 from .probabilities import as_float, divergence, floored
 
@@ -86,25 +87,10 @@ def project(
     Raises:
         ValueError: If shapes do not fit, or ε ≤ 0 or NaN.
     """
-    if isinstance(new_log_probs, Tensor) and isinstance(old_log_probs, Tensor):
-        if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
-            raise ValueError(
-                "new_log_probs and old_log_probs must have one shape (..., V), "
-                f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
-            )
-        dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
-        new, old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new_log_probs, old_log_probs.detach()))
-        present = torch.ones_like(new, dtype=torch.bool)
-    elif isinstance(new_log_probs, Tensor) or isinstance(old_log_probs, Tensor):
-        raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
-    else:
-        if getattr(old_log_probs, "truncated", False) and isinstance(new_log_probs, PolicyOnSupport):
-            new_log_probs = new_log_probs.without_tail()  # outside a kept set nothing is compared
-        new, old = as_float(new_log_probs.outcomes), as_float(old_log_probs.outcomes)
-        present = present_outcomes(new_log_probs, old_log_probs)
-
+    new, old, present = _on_common_outcomes(new_log_probs, old_log_probs)
     shape = new.shape[:-1]
     outcomes = CommonOutcomes(floored(new, present), floored(old, present), present)
+    # No token was sampled here: `found.log_ratio`, which is all that depends on this argument, is not used.
     found = project_tokens(outcomes, new.new_zeros(shape), kl_bound, constraint)
     # Tokens that are not projected are not floored either.
     new = torch.where(found.broken.unsqueeze(-1), torch.nan, new.reshape(-1, new.shape[-1]))
@@ -116,6 +102,27 @@ def project(
         found.projected.view(shape),
         found.iterations.view(shape),
     )
+
+
+def _on_common_outcomes(
+    new: Tensor | PolicyOnSupport | SparsePolicy, old: Tensor | PolicyOnSupport | SparsePolicy
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the arguments of `project`, and which outcomes are present, each (..., M); not floored."""
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        if new.shape != old.shape or new.dim() == 0 or new.shape[-1] == 0:
+            raise ValueError(
+                "new_log_probs and old_log_probs must have one shape (..., V), "
+                f"got {shape_text(new.shape)} and {shape_text(old.shape)}"
+            )
+        dtype = torch.promote_types(as_float(new).dtype, as_float(old).dtype)
+        log_new, log_old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new, old.detach()))
+        return log_new, log_old, torch.ones_like(log_new, dtype=torch.bool)
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
+    if isinstance(new, PolicyOnSupport) and isinstance(old, SparsePolicy) and old.truncated:
+        new = new.without_tail()  # outside a kept set nothing is compared
+    check_one_support(new, old)
+    return as_float(new.outcomes), as_float(old.outcomes), present_outcomes(new, old)
 
 
 class CommonOutcomes(NamedTuple):
@@ -192,30 +199,25 @@ def project_tokens(
     return TokenProjection(log_q, log_ratio, row_index, broken, multiplier, kl_before, kl_after, projected, iterations)
 
 
-def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, log_probs: Tensor) -> Tensor:
-    """ε at the token positions `shape`, without gradient, in the dtype and on the device of `log_probs`.
+def broadcast_bound(bound: float | Tensor, shape: torch.Size, like: Tensor, name: str = "kl_bound") -> Tensor:
+    """A bound at each of the positions `shape`, without gradient, in the dtype and on the device of `like`.
 
     It needs no host sync: a bound on a GPU that is not above 0 becomes NaN.
 
     Raises:
-        ValueError: If ε is NaN or not above 0, or a tensor does not broadcast.
+        ValueError: If the bound, the argument `name`, is NaN or not above 0, or a tensor does not broadcast.
     """
-    if isinstance(kl_bound, Tensor):
-        bound = kl_bound.detach().to(log_probs)
-        positive = bound > 0
-        if kl_bound.device.type == "cpu" and not bool(positive.all()):
-            raise ValueError(f"kl_bound must be above 0 everywhere, got {kl_bound}")
-        bound = torch.where(positive, bound, torch.nan)
+    if isinstance(bound, Tensor):
+        values = bound.detach().to(like)
+        positive = values > 0
+        if bound.device.type == "cpu" and not bool(positive.all()):
+            raise ValueError(f"{name} must be above 0 everywhere, got {bound}")
+        values = torch.where(positive, values, torch.nan)
     else:
-        if not kl_bound > 0:
-            raise ValueError(f"kl_bound must be above 0, got {kl_bound}")
-        bound = log_probs.new_full((), kl_bound)  # filled in on the device: no wait for it
-    try:
-        return bound.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"kl_bound must broadcast to the token positions {tuple(shape)}, got {tuple(bound.shape)}"
-        ) from None
+        if not bound > 0:
+            raise ValueError(f"{name} must be above 0, got {bound}")
+        values = like.new_full((), bound)  # filled in on the device: no wait for it
+    return expanded(name, values, shape)
 
 
 class OutsideBall(NamedTuple):
@@ -254,7 +256,8 @@ class _OntoBall(torch.autograd.Function):
     """log q of the N' tokens outside their ball, (N', M), from normalised, floored log-probabilities.
 
     It also gives `τ s_o − A(τ)`, (N',), from s_o of the sampled token, which differs from its entry in s if that entry
-    is floored.
+    is floored. All is computed from `old` and `s`, which is `new − old` without gradient: `new` only receives the
+    gradient with respect to s.
     """
 
     @staticmethod

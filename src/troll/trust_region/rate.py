@@ -101,12 +101,13 @@ class _State:
     levels: dict[str, list[float]] = field(default_factory=dict)
     #: The rate that first reached the wanted KL.
     reached: float | None = None
-    #: (log D, log KL, rate), means over a rollout, with which those of a walk twice as long are compared.
-    compared: list[float] | None = None
-    #: The one before it, if a walk twice as long has not raised the KL.
-    not_raised: list[float] | None = None
-    #: The limit of the rate since a larger one did not raise the KL, and the mean log KL with it.
-    held: list[float] | None = None
+    #: `log_walk`, log D, and `log_kl`, means over a rollout, and its `rate`: those of a walk twice as long are compared
+    #: with them.
+    compared: dict[str, float] | None = None
+    #: Those before them, if a walk twice as long has not raised the KL.
+    not_raised: dict[str, float] | None = None
+    #: Those that no longer walk raised: their rate is the limit.
+    held: dict[str, float] | None = None
     #: The names of the warnings that were given.
     warned: list[str] = field(default_factory=list)
 
@@ -297,14 +298,14 @@ class KLTarget:
         state = self._state
         log_age, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
         log_part = log_kl - math.log(self.wanted(math.exp(log_age)))
-        if state.held is not None and (log_part >= 0 or log_kl < state.held[1] - math.log(2)):
+        if state.held is not None and (log_part >= 0 or log_kl < state.held["log_kl"] - math.log(2)):
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
         if state.clear < self._window or not math.log(JUDGED[0]) < log_part < math.log(JUDGED[1]):
             state.compared = state.not_raised = None
             return
         if state.compared is not None:
-            longer, larger = log_walk - state.compared[0], log_kl - state.compared[1]
+            longer, larger = log_walk - state.compared["log_walk"], log_kl - state.compared["log_kl"]
             if 0 <= longer < math.log(2):
                 return
             if longer < 0 or larger >= LEAST_RISE * EXPONENT * longer:
@@ -312,16 +313,16 @@ class KLTarget:
             elif state.not_raised is None:  # may be noise, or Adam: its first updates all go one way, and far
                 state.not_raised = state.compared
             else:
-                before, state.not_raised = state.not_raised, None
-                state.held = [before[2], before[1]]
+                held, state.not_raised = state.not_raised, None
+                state.held = held
                 self._tell(
                     "held",
                     f"a KL target of {self.kl:g} is out of reach: the KL is {math.exp(log_part):.0%} of the wanted, "
-                    f"and {math.exp(log_walk - before[0]):.2g} times the learning rate did not raise it. The rate is "
-                    f"held at {before[2]:.2g}; lower the target",
+                    f"and {math.exp(log_walk - held['log_walk']):.2g} times the learning rate did not raise it. The "
+                    f"rate is held at {held['rate']:.2g}; lower the target",
                 )
                 return
-        state.compared = [log_walk, log_kl, state.rate]
+        state.compared = {"log_walk": log_walk, "log_kl": log_kl, "rate": state.rate}
 
     def _move_rate(self, growth: float) -> None:
         """Moves the rate to the measured one, or towards it by a factor of at most `growth`, if that is not far."""
@@ -330,9 +331,9 @@ class KLTarget:
         rate = self._start * math.exp(min(max(away, -span), span))
         if growth > 1:
             growth = max(growth, far_growth(rate / state.rate))
-        rate = min(rate, growth * state.rate, math.inf if state.held is None else state.held[0])
+        rate = min(rate, growth * state.rate, math.inf if state.held is None else state.held["rate"])
         if state.not_raised is not None and state.compared is not None:  # a second doubling will decide
-            rate = min(rate, DOUBTED_GROWTH * state.compared[2])
+            rate = min(rate, DOUBTED_GROWTH * state.compared["rate"])
         if state.reached is not None and rate > REACHED_GROWTH * state.reached:
             rate = REACHED_GROWTH * state.reached
             self._tell(

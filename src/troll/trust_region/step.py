@@ -111,16 +111,24 @@ def trust_region_step(
             raise ValueError(f"source must have the old policy's {old.vocab_size} tokens, got {new.vocabulary.size}")
         new = read(new, old.token_ids, entropy=entropy)
     check_read_at(new, old)
-    if old.truncated:
-        kept, log_mass = dataclasses.replace(old, tail_log_prob=old.tail, truncated=False), new.log_mass
-        step = trust_region_step(new.without_tail(), kept, kl_bound, constraint=constraint, pull=pull)
-        of_mass = trust_region_step(*kept_or_not(new, old), kl_bound, pull=pull)
-        return dataclasses.replace(
-            step,
-            regression=step.regression + of_mass.regression,
-            log_prob=step.log_prob + log_mass,
-            kept_log_mass=log_mass,
-        )
+    if not old.truncated:
+        return step_of_policies(new, old, kl_bound, constraint, pull)
+    # Within the kept set, where both policies are renormalised; and between it and all other tokens.
+    kept, log_mass = dataclasses.replace(old, tail_log_prob=old.tail, truncated=False), new.log_mass
+    step = step_of_policies(new.without_tail(), kept, kl_bound, constraint, pull)
+    of_mass = step_of_policies(*kept_or_not(new, old), kl_bound, None, pull)
+    return dataclasses.replace(
+        step,
+        regression=step.regression + of_mass.regression,
+        log_prob=step.log_prob + log_mass,
+        kept_log_mass=log_mass,
+    )
+
+
+def step_of_policies(
+    new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, constraint: Constraint | None, pull: Pull
+) -> TrustRegionStep:
+    """The step of two policies on one support, the old one not truncated; arguments as for `trust_region_step`."""
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and use_triton(new.logits, new.logits.shape[-1] + 1):
         from . import step_triton
@@ -131,9 +139,9 @@ def trust_region_step(
     new_raw = as_float(new.outcomes)
     outcomes = common_outcomes(new, old)
     at = old.slot.unsqueeze(-1)
-    sampled_new, sampled_old = (x.gather(-1, at).squeeze(-1) for x in (new_raw, old.log_probs.to(new_raw.dtype)))
+    log_prob, old_log_prob = (x.gather(-1, at).squeeze(-1) for x in (new_raw, old.log_probs.to(new_raw.dtype)))
     # A token that the old policy excludes cannot have been sampled from it. Its s is 0, so its ratio is finite.
-    sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
+    sampled_s = torch.where(old_log_prob == -torch.inf, 0.0, log_prob - old_log_prob)
 
     found = project_tokens(outcomes, sampled_s, kl_bound, constraint)
     regression = pull_to_old(outcomes).reshape(-1) if pull == "proximal" else pull_to_projection(outcomes, found)
@@ -141,7 +149,7 @@ def trust_region_step(
     return TrustRegionStep(
         log_ratio=found.log_ratio.view(shape),
         regression=torch.where(broken, torch.nan, regression.view(shape)),
-        log_prob=torch.where(broken, torch.nan, new_raw.gather(-1, at).squeeze(-1)),
+        log_prob=torch.where(broken, torch.nan, log_prob),
         kl_before=found.kl_before.view(shape),
         kl_after=found.kl_after.view(shape),
         multiplier=torch.where(broken, torch.nan, found.multiplier.view(shape)),

@@ -17,15 +17,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from . import probabilities
-from .dual_triton import divergence_terms, newton, tilt
+from .dual_triton import newton, tilt
 from .kernels import launching_on
 from .policy.on_support import PolicyOnSupport
 from .policy.sparse import SparsePolicy
-from .probabilities_triton import log_sum_exp, nan_unless_finite, program_of
+from .probabilities import as_float
+from .probabilities_triton import (
+    LOG_FLOOR,
+    divergence_terms,
+    floored,
+    log_sum_exp,
+    nan_unless_finite,
+    program_of,
+)
 from .projection import broadcast_bound
-
-LOG_FLOOR = tl.constexpr(probabilities.LOG_FLOOR)
 
 
 def step(
@@ -39,7 +44,7 @@ def step(
         The fields of `TrustRegionStep` up to `entropy`, in its order, each (...).
     """
     shape, k = new.shape, new.token_ids.shape[-1]
-    logits, tail_logit = probabilities.as_float(new.logits), probabilities.as_float(new.tail_logit)
+    logits, tail_logit = as_float(new.logits), as_float(new.tail_logit)
     bound = broadcast_bound(kl_bound, shape, logits).reshape(-1)
     policies = (
         logits.reshape(-1, k).contiguous(),
@@ -315,10 +320,3 @@ def entropy_terms(raw, in_tail, k, OUTCOMES: tl.constexpr):
     probs = tl.exp(raw)
     surprise = tl.where(tl.arange(0, OUTCOMES) == k, in_tail - raw, -raw)
     return tl.where(probs > 0, probs * surprise, 0.0)
-
-
-@triton.jit
-def floored(log_probs, present):
-    """Computes `probabilities.floored`. Absent outcomes get any finite number; one NaN makes all outcomes NaN."""
-    raised = tl.where(log_probs < LOG_FLOOR, LOG_FLOOR, log_probs)
-    return raised - tl.log(tl.sum(tl.where(present, tl.exp(raised), 0.0)))

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.reported import Turn, response_record
 from troll.verl.seam.rollout import (
-    AgentLoopBase,
     AgentLoopOutput,
     LLMServerClient,
     normalize_token_ids,
@@ -26,24 +25,20 @@ from troll.verl.seam.rollout import (
 #: The engine's answers for the current sample: verl runs one task for each sample, and its subtasks share the list.
 _turns: ContextVar[list[Turn]] = ContextVar("turns")
 
-_INSTALLED = "_troll_carries_old_policies"
 
-
-def carry_old_policies() -> None:
-    """Makes verl's agent loops in this process carry records; further calls do nothing.
+def begin_sample() -> None:
+    """Begins a sample in the current task; in the first, makes verl's client and samples of this process carry records.
 
     Ray sends verl's agent-loop workers by value, with the methods of the time when verl was imported. So this changes
     only classes that a worker imports.
     """
-    if getattr(LLMServerClient, _INSTALLED, False):
-        return
-    init, as_dict = AgentLoopBase.__init__, AgentLoopOutput.as_dict
-    generate = inspect.unwrap(LLMServerClient.generate)
+    _turns.set([])
+    _carry_old_policies()
 
-    @wraps(init)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        _turns.set([])  # verl makes an agent loop for each sample
-        init(self, *args, **kwargs)
+
+@cache
+def _carry_old_policies() -> None:
+    generate, as_dict = inspect.unwrap(LLMServerClient.generate), AgentLoopOutput.as_dict
 
     @wraps(generate)
     async def take(self: Any, request_id: str, *, prompt_ids: Any, **inputs: Any) -> Any:
@@ -61,7 +56,5 @@ def carry_old_policies() -> None:
             fields[OLD_POLICIES] = response_record(self.prompt_ids, self.response_ids, turns)
         return fields
 
-    AgentLoopBase.__init__ = begin
     LLMServerClient.generate = rollout_trace_op(take)  # below verl's trace of it, which would log the records
     AgentLoopOutput.as_dict = with_field
-    setattr(LLMServerClient, _INSTALLED, True)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from troll.trust_region.metrics import Tally
 from troll.verl.hooks import Capture, Hook, Score, Update
-from troll.verl.kl_target import SUMS, KLTargetScheduler
+from troll.verl.kl_target import NOT_LOGGED, KLTargetScheduler
 from troll.verl.old_policies import Captured
 from troll.verl.seam import tu
 from troll.verl.seam.training import assign
@@ -114,7 +114,7 @@ class TrustRegionEngine:
             self.captured = hook.captured
         if isinstance(hook, Update):
             sums = hook.sums() if hook.observed else Tally()
-            metrics = {name: value.item() for name, value in sums.values(empty=0.0).items() if name not in SUMS}
+            metrics = {name: value.item() for name, value in sums.values(empty=0.0).items() if name not in NOT_LOGGED}
             self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
             if self.kl_target is not None:
                 metrics |= self.kl_target.update(sums)

@@ -11,7 +11,6 @@ from torch import Tensor
 from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.forward import REQUEST, ReadingRequest, accept_requests, causal_lm, checked_output
 from troll.huggingface.head import refuse_head
-from troll.trust_region.reading.head import LMHead
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Hook
 from troll.verl.kl_target import KLTargetScheduler
@@ -87,19 +86,16 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         return inputs, output_args
 
     def _request(self, hook: Hook, micro_batch: TensorDict, input_ids: Tensor) -> ReadingRequest:
-        def read(head: LMHead, token_ids: Tensor) -> tuple[Tensor, ...]:
-            outputs = hook.read(head, micro_batch)
-            self._names = tuple(outputs)
-            return tuple(outputs.values())
-
         rows = hook.tokens.rows
-        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+        if _is_packed(micro_batch):
             at, length = (torch.zeros_like(rows), rows), len(hook.labels)
         else:  # labels are packed, and hidden states (B, L)
             starts = micro_batch["input_ids"].offsets()
             sequence = torch.bucketize(rows, starts[1:], right=True)
             at, length = (sequence, rows - starts[sequence]), input_ids.shape[1]
-        return ReadingRequest(hook.sampled, at, length, read, float(micro_batch["temperature"]))
+        return ReadingRequest(
+            hook.sampled, at, length, lambda head, _: hook.read(head, micro_batch), float(micro_batch["temperature"])
+        )
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
@@ -115,9 +111,8 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
                 micro_batch, distillation_use_topk=True, distillation_only=True, calculate_entropy=False
             )
             return super().prepare_model_outputs(output, output_args, micro_batch, hook)
-        tensors = checked_output(self.module, output).tensors
-        read = hook.everywhere(dict(zip(self._names, tensors, strict=True)))
-        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+        read = hook.everywhere(checked_output(self.module, output).tensors)
+        if _is_packed(micro_batch):
             read = {name: self._gather_and_unpad_packed(x, output_args["pad_size"]) for name, x in read.items()}
         starts = micro_batch["input_ids"].offsets()
         return {name: torch.nested.nested_tensor_from_jagged(x, starts) for name, x in read.items()}
@@ -125,7 +120,7 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
     def _response_tokens(self, micro_batch: TensorDict, output_args: dict[str, Any]) -> ResponseTokens:
         places: Tensor = response_places(micro_batch).unsqueeze(0)
         total = micro_batch["responses"].values().shape[0]
-        if not tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+        if not _is_packed(micro_batch):
             return ResponseTokens.of(places[0], total)
         # As the parent pads and slices its inputs.
         places, _ = pad_packed_inputs(places, None, self._get_packed_pad_size(places.shape[-1]))
@@ -133,3 +128,8 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
             return ResponseTokens.of(places[0], total)
         places, _, _ = ulysses_pad_and_slice_inputs(places, sp_size=self.ulysses_sequence_parallel_size)
         return ResponseTokens.of(places[0], total, get_ulysses_sequence_parallel_group())
+
+
+def _is_packed(micro_batch: TensorDict) -> bool:
+    """Whether the model gets the sequences one after the other, instead of in padded rows."""
+    return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True))

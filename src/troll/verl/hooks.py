@@ -23,7 +23,7 @@ from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import LogitsSource
 from troll.verl.kl_target import sums_of
 from troll.verl.loss import ProjectedTokens, projected
-from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported
+from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported_policies
 from troll.verl.seam.training import no_padding_2_padding
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -171,7 +171,7 @@ class Update(Hook):
         follows_kl = settings.kl_target is not None
         kept = settings.truncation
         if at_rollout:
-            packed = reported(data, source.vocabulary.size, truncated=kept is not None)
+            packed = reported_policies(data, source.vocabulary.size, truncated=kept is not None)
         else:
             packed = self._captured.of(data)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]

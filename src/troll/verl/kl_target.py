@@ -17,8 +17,8 @@ from troll.verl.settings import TrollPolicyLossConfig
 
 logger = logging.getLogger(__name__)
 
-#: The names of `sums_of`, which are not logged.
-SUMS = ("entropy", "reward", "least_reward", "teaching")
+#: The names of `sums_of`: an update adds them to its metrics, and they are not logged.
+NOT_LOGGED = ("entropy", "reward", "least_reward", "teaching")
 
 #: The key of the state in that of verl's scheduler.
 STATE = "kl_target"
@@ -52,9 +52,7 @@ def sums_of(step: TrustRegionStep, mask: Tensor, advantages: Tensor, data: Tenso
 
 def _sums_over_tokens(values: Any) -> Tensor:
     """The sums of nested values (B, T), (B,), without a wait for the device."""
-    tokens, lengths = values.values(), values.offsets().diff()
-    sequence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths, output_size=len(tokens))
-    return tokens.new_zeros(len(lengths)).index_add(0, sequence, tokens)
+    return torch.segment_reduce(values.values().float(), "sum", lengths=values.offsets().diff(), unsafe=True)
 
 
 class KLTargetScheduler:
@@ -127,7 +125,7 @@ class KLTargetScheduler:
     def step(self) -> None:
         """Makes the schedule's next step. verl does so after all updates on a batch."""
         self._scheduler.step()
-        self._write()
+        self._write()  # for the next update; `get_last_lr` stays that of the last one
         self._batches = (self._batches + 1) % self._batches_per_rollout
         if self._batches == 0:
             self._age = 0

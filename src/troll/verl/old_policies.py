@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import PackedPolicy, SparsePolicy
-from troll.verl.records import from_records, to_record
-from troll.verl.reported import NO_RECORD, without_slots
+from troll.verl.records import from_records, without_policies
 from troll.verl.seam import tu
 
 #: The field of a batch with an inference engine's reports, (B, words) int32: nested, one record for each sequence.
@@ -140,7 +138,7 @@ def _sequences(data: TensorDict) -> list[Hashable]:
     ]
 
 
-def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> PackedPolicy:
+def reported_policies(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> PackedPolicy:
     """The old policies of a micro-batch, (N,), as the inference engine reported them.
 
     Unreported tokens have no slots, until `fill_unreported`. Tokens that do not count need no report: their policy
@@ -155,8 +153,8 @@ def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> P
         ValueError: If records are missing, damaged, of other tokens, or of policies of the other kind.
     """
     responses = data["responses"].values()
-    policy = from_records([record.to(responses.device) for record in _records(data, vocab_size, truncated)])
-    if policy.truncated != truncated:
+    policy = from_records([record.to(responses.device) for record in _records(data)])
+    if policy.truncated != truncated and len(policy.token_ids):
         kinds = ("whole", "truncated") if truncated else ("truncated", "whole")
         raise ValueError(
             f"the batch's old policies are {kinds[0]}, and those of the rollout's top_p and top_k are {kinds[1]}: its "
@@ -169,7 +167,7 @@ def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> P
             f"the batch's old policies are of other tokens ({len(known)}) than its responses ({len(responses)}): "
             "they are not of the same rollout"
         )
-    policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size))
+    policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size), truncated=truncated)
     return _certain_of(policy, responses, ~known & ~data["response_mask"].values().bool())
 
 
@@ -187,34 +185,26 @@ def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
     return old.with_positions(unreported, own[unreported])
 
 
-def _records(data: TensorDict, vocab_size: int, truncated: bool) -> list[Tensor]:
-    """The records that came with the completions; a sequence without one gets a record without slots.
+def _records(data: TensorDict) -> list[Tensor]:
+    """The record that came with each completion.
 
-    A sequence without a token that counts needs no record, and may have another's: verl fills batches up with copies of
-    a sample whose response is one masked token, and aborted completions are empty.
+    A sequence without a token that counts needs none, and may have another's: verl fills batches up with copies of a
+    sample whose response is one masked token, and aborted completions are empty.
     """
     counts = [bool(mask.any()) for mask in data["response_mask"].unbind()]
-    found: list[Tensor | None]
     if OLD_POLICIES in data:
-        found = list(data[OLD_POLICIES].unbind())
+        found = data[OLD_POLICIES].unbind()
     else:  # a rollout that no agent loop of `troll.verl.agent_loop` asked
-        fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[{}] * len(counts))
-        found = [field.get(OLD_POLICIES) for field in fields]
-    needed = [record if count else NO_RECORD for record, count in zip(found, counts, strict=True)]
-    missing = sum(record is None for record in needed)
+        found = [fields.get(OLD_POLICIES) for fields in tu.get(data, "extra_fields", default=[{}] * len(counts))]
+    missing = sum(count and record is None for record, count in zip(found, counts, strict=True))
     if missing:
         raise ValueError(
             f"{missing} of the batch's sequences came without their top-K log-probabilities, which "
             "policy_loss.anchor=rollout needs: see docs/verl.md for the rollouts that report them, or set anchor=old"
         )
-    records = [record for record in needed if record is not None]
-    real = [record for record in records if len(record) > len(NO_RECORD)]
-    empty = torch.empty(0)
-    unreported = PackedPolicy(empty.int(), empty, empty, empty, empty, 1, vocab_size, 0.0, truncated)
-    like = from_records(real[:1]) if real else unreported
     return [
-        record if len(record) > len(NO_RECORD) else to_record(without_slots(len(response), like))
-        for record, response in zip(records, data["responses"].unbind(), strict=True)
+        record if count else without_policies(len(response))
+        for record, count, response in zip(found, counts, data["responses"].unbind(), strict=True)
     ]
 
 

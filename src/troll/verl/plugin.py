@@ -1,7 +1,7 @@
 """The plugin that verl loads in every process by its entry point `verl.plugins`: hooks that wait for three modules.
 
-Runs without TROLL load this plugin too, and verl logs a plugin's errors only at DEBUG. So nothing is imported before it
-is needed, and an error is raised only where a configuration names TROLL without selecting it, or where a rollout with
+Runs without TROLL load this plugin too, and verl logs a plugin's errors only at DEBUG. So the hooks import the rest of
+`troll.verl`, and raise errors, only where a configuration names TROLL without selecting it, or where a rollout with
 `anchor: rollout` begins.
 """
 
@@ -58,43 +58,56 @@ def refuse_unread(config: Any) -> None:
 
 @when_imported("verl.workers.rollout.replica")
 def _report(module: Any) -> None:
+    """With `anchor: rollout`, gives verl's vLLM replicas a server that reports its distributions."""
     registry = getattr(module, "RolloutReplicaRegistry", None)
     own = getattr(registry, "_registry", {}).get("vllm")
     if registry is None or own is None:  # another verl, which the configuration reports if TROLL is asked for
         return
 
-    def load() -> Any:
-        try:
-            from troll.verl.vllm_rollout import replica_class
-        except Exception as error:
-            return type(own().__name__, (own(),), {"__init__": _refusing(own().__init__, error, "config")})
-        return replica_class(own())
+    def serve(replica: Any) -> None:
+        from troll.verl.vllm_rollout import server_class
+
+        replica.server_class = server_class()
+
+    def load() -> type:
+        replica = own()
+        return type(replica.__name__, (replica,), {"__init__": _then(replica.__init__, "config", serve)})
 
     registry.register("vllm", load)
 
 
 @when_imported("verl.experimental.agent_loop.agent_loop")
 def _carry(module: Any) -> None:
-    try:
-        from troll.verl.agent_loop import carry_old_policies
+    """With `anchor: rollout`, makes agent loops carry records: verl makes one for each sample."""
 
-        carry_old_policies()
-    except Exception as error:
-        base = module.AgentLoopBase
-        base.__init__ = _refusing(base.__init__, error, "rollout_config")
+    def begin(_: Any) -> None:
+        from troll.verl.agent_loop import begin_sample
+
+        begin_sample()
+
+    base = module.AgentLoopBase
+    base.__init__ = _then(base.__init__, "rollout_config", begin)
 
 
-def _refusing(init: Callable[..., None], error: Exception, config: str) -> Callable[..., None]:
-    """Wraps an `__init__` that gets a rollout's configuration, so that it raises an error with `anchor: rollout`."""
+def _then(init: Callable[..., None], config: str, act: Callable[[Any], None]) -> Callable[..., None]:
+    """Wraps an `__init__` that sets a rollout's configuration: with `anchor: rollout`, `act` follows.
+
+    Raises:
+        RuntimeError: In the new `__init__`, if `act` fails.
+    """
 
     @wraps(init)
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         custom = getattr(getattr(self, config, None), "custom", None) or {}
-        if (custom.get("trust_region") or {}).get("anchor") == "rollout":
+        if (custom.get("trust_region") or {}).get("anchor") != "rollout":
+            return
+        try:
+            act(self)
+        except Exception as error:
             raise RuntimeError(
                 "actor_rollout_ref.actor.policy_loss.anchor=rollout needs the rollout to report its distributions, and "
                 f"troll.verl cannot be used here: {error}. Fix this on every machine, or set anchor=old"
             ) from error
 
-    return refusing
+    return initialise

@@ -60,6 +60,12 @@ def to_record(policy: PackedPolicy) -> Tensor:
     return torch.cat(bits)
 
 
+def without_policies(positions: int) -> Tensor:
+    """The record of tokens without a policy, which goes with the records of any capture: its vocabulary is empty."""
+    none, zeros = torch.zeros(positions, dtype=torch.int32), torch.zeros(positions)
+    return to_record(PackedPolicy(none[:0], zeros[:0], none, zeros, none, top_k=1, vocab_size=0, mass_threshold=0.0))
+
+
 def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     """Undoes `to_record`, for some or all sequences of one capture, in any order.
 
@@ -103,12 +109,13 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
         parts.append(record.split([HEADER, *[positions] * 3, *[slots] * 2]))
     _, counts, tail_log_prob, slot, token_ids, log_probs = map(torch.cat, zip(*parts, strict=True))
 
-    mass_threshold = shared("records", "mass_threshold", [_double(header[5:7]) for header in headers])
-    temperatures = [_double(header[8:10]) for header in headers]
+    captures = [header for header in headers if header[4]] or headers  # without those of `without_policies`
+    mass_threshold = shared("records", "mass_threshold", [_double(header[5:7]) for header in captures])
+    temperatures = [_double(header[8:10]) for header in captures]
     temperature = common_temperature("records", [None if math.isnan(x) else x for x in temperatures])
-    vocab_size = shared("records", "vocab_size", [header[4] for header in headers])
-    truncated = bool(shared("records", "truncated", [header[7] for header in headers]))
-    kept = [header[3] for header in headers]
+    vocab_size = shared("records", "vocab_size", [header[4] for header in captures])
+    truncated = bool(shared("records", "truncated", [header[7] for header in captures]))
+    kept = [header[3] for header in captures]
     return PackedPolicy(
         token_ids,
         log_probs.view(torch.float32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,7 +16,7 @@ from troll.trust_region.checks import check_tokens_in
 from troll.trust_region.policy.sparse import check_capture
 from troll.trust_region.policy.top import LARGEST_TOTAL, SMALLEST_TOTAL
 from troll.trust_region.probabilities import PROBABILITY_FLOOR
-from troll.verl.records import from_records, to_record
+from troll.verl.records import from_records, to_record, without_policies
 
 
 def old_policy_record(
@@ -155,10 +154,6 @@ class Turn:
     record: Tensor
 
 
-#: Replaces the record of a response without a reported token, since buffers may refuse empty tensors.
-NO_RECORD = torch.zeros(1, dtype=torch.int32)
-
-
 def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turns: Sequence[Turn]) -> Tensor:
     """Makes the record of a whole response, in which an engine sampled some tokens in one or more turns.
 
@@ -171,7 +166,7 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
         turns: The calls of the engine that reported.
 
     Returns:
-        A record of T positions; `NO_RECORD` if nothing was reported.
+        A record of T positions.
     """
     sequence, edge = [*prompt_ids, *response_ids], len(prompt_ids)
     matches = []
@@ -183,25 +178,13 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
             matches.append((start - edge, length, turn.record))
     # Of turns that begin at the same token, the longest.
     matches.sort(key=lambda match: (match[0], -match[1]))
-    parts: list[PackedPolicy] = []
-    end = 0
+    parts, end = [], 0
     for start, length, record in matches:
         if start < end or not length:
             continue
         policy = from_records([record])
         if length == len(response_ids) == policy.shape[0]:
             return record
-        parts += [without_slots(start - end, policy), policy[:length]]
+        parts += [without_policies(start - end), to_record(policy[:length])]
         end = start + length
-    if not parts:
-        return NO_RECORD
-    parts.append(without_slots(len(response_ids) - end, parts[-1]))
-    return to_record(PackedPolicy.cat(parts))
-
-
-def without_slots(positions: int, like: PackedPolicy) -> PackedPolicy:
-    """Policies without slots for (positions,), on the host, with the capture's settings of `like`."""
-    none, zeros = torch.zeros(positions, dtype=torch.int32), torch.zeros(positions)
-    return dataclasses.replace(
-        like, token_ids=none[:0], log_probs=zeros[:0], counts=none, tail_log_prob=zeros, slot=none
-    )
+    return to_record(from_records([*parts, without_policies(len(response_ids) - end)]))

@@ -27,6 +27,8 @@ _ACTOR = "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
+_CHOICES = {"pull": PULLS, "constraint": CONSTRAINTS, "ratio_level": RATIO_LEVELS, "anchor": ("old", "rollout")}
+
 #: vLLM's lowest temperature: it samples at this one where a lower one is set, and takes the most likely token at 0.
 LOWEST_TEMPERATURE = 0.01
 
@@ -101,15 +103,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
             raise ValueError(f"{_LOSS}.regression_weight must be at least 0 and finite, got {self.regression_weight}")
         check_capture(self.top_k, self.mass_threshold)
-        check_choice(f"{_LOSS}.pull", self.pull, PULLS)
-        check_choice(f"{_LOSS}.constraint", self.constraint, CONSTRAINTS)
-        check_choice(f"{_LOSS}.ratio_level", self.ratio_level, RATIO_LEVELS)
-        check_choice(f"{_LOSS}.anchor", self.anchor, ("old", "rollout"))
-        if self.truncation is not None and self.kl_in_reward:
-            raise ValueError(
-                "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
-                f"log-probabilities are those on the kept tokens: set {_ACTOR}.use_kl_loss=True instead"
-            )
+        for name, known in _CHOICES.items():
+            check_choice(f"{_LOSS}.{name}", getattr(self, name), known)
         self._check_sampling()
         self._check_trainer()
         if self.anchor == "rollout":
@@ -135,7 +130,12 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         return None if kept.keeps_all else kept
 
     def _check_sampling(self) -> None:
-        """Refuses settings that would make the rollout draw from another policy than the old one."""
+        """Refuses settings with which the old policy is not the one that verl samples from, or compares."""
+        if self.truncation is not None and self.kl_in_reward:
+            raise ValueError(
+                "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
+                f"log-probabilities are those on the kept tokens: set {_ACTOR}.use_kl_loss=True instead"
+            )
         if not self.rollout_temperature >= LOWEST_TEMPERATURE:
             raise ValueError(
                 f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, the lowest that vLLM samples "

@@ -11,7 +11,7 @@ from typing import Any
 from troll.files import json_text, json_value, read_json, write_atomically
 from troll.grading import Verdict
 from troll_lab.evaluation.config import EvaluationError
-from troll_lab.lock import locked
+from troll_lab.lock import ANOTHER_FOLDER, locked
 
 #: The settings on which the generations depend; written before the first of them.
 SETTINGS = "settings.json"
@@ -22,8 +22,6 @@ LOCK = "eval.lock"
 Record = dict[str, Any]
 #: The fields of every line of a task's generations.
 FIELDS = ("problem", "sample", "prompt", "completion", "tokens", "finished", "answer", "score", "reason")
-
-_ANOTHER = "choose another folder with --output_dir"
 
 
 @contextlib.contextmanager
@@ -62,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except ValueError as error:
-        raise EvaluationError(f"{error}: {_ANOTHER}") from error
+        raise EvaluationError(f"{error}: {ANOTHER_FOLDER}") from error
 
 
 def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any], prefix: str) -> None:
@@ -71,7 +69,7 @@ def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str
         if there != here:
             raise EvaluationError(
                 f"{folder} holds an evaluation with other settings: {prefix}{name} is {json_text(there)} there and "
-                f"{json_text(here)} here; use the same settings, or {_ANOTHER}"
+                f"{json_text(here)} here; use the same settings, or {ANOTHER_FOLDER}"
             )
 
 
@@ -104,7 +102,7 @@ def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: in
         if record is None or number > len(expected) or (record["problem"], record["sample"]) != expected[number - 1]:
             raise EvaluationError(
                 f"{path}, line {number}: not the record that belongs there; remove the file to generate it again, or "
-                f"{_ANOTHER}"
+                f"{ANOTHER_FOLDER}"
             )
         records.append(record)
         ends.append(ends[-1] + len(line))

@@ -21,6 +21,8 @@ from troll_lab.evaluation.config import EvaluationError
 from troll_lab.terminal import one_line
 
 _ADAPTER = "adapter_config.json"
+# The model that `make smollm2` fetches, on the hub and in its folder.
+_SMOLLM2 = "SmolLM2-135M-Instruct"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -189,9 +191,17 @@ def _unloadable(path: str, base: str, error: Exception) -> EvaluationError:
         return EvaluationError(f"{base} comes with its own code: let it run with --trust_remote_code, if you trust it")
     if path != base:
         return EvaluationError(f"cannot load the adapter {path}, or the model {base!r} that it changes")
-    if Path(path).is_dir():
-        return EvaluationError(f"{path} does not hold a model that transformers can load")
-    return EvaluationError(
+    return EvaluationError(not_loadable(path))
+
+
+def not_loadable(path: str) -> str:
+    """Why transformers cannot load a model, given by its name or folder, and what to do."""
+    if Path(path).exists():
+        return f"{path} does not hold a model that transformers can load"
+    remedy = "check the name and the network, or give a local folder"
+    if Path(path).name == _SMOLLM2:
+        remedy = f"without the hub, run make smollm2 in a checkout of TROLL, and give its folder models/{_SMOLLM2}"
+    return (
         f"cannot load the model {path!r}: there is no such folder, and the Hugging Face hub does not have it or cannot "
-        "be reached; check the name and the network, or give a local folder"
+        f"be reached; {remedy}"
     )

@@ -17,9 +17,9 @@ is a text, and a dictionary may be written `{top_p: .9}` or as JSON. A key that 
 `--use_vllm true` on the command line vLLM generates on a CPU too, and it is an error if it is not installed.
 """
 
-from troll_lab.recipes.fields import FIELDS, LISTS, PLUGINS, RecipeError
-from troll_lab.recipes.files import CONFIG_FILE, FOLDER, find, load_plugins, name_of, names, read
-from troll_lab.recipes.recipe import Recipe, as_argument, differences, load, plain, save
+from troll_lab.recipes.fields import FIELDS, LISTS, PLUGINS, RecipeError, as_argument, differences
+from troll_lab.recipes.layers import CONFIG_FILE, FOLDER, find, load_plugins, name_of, names, read
+from troll_lab.recipes.recipe import Recipe, load, plain, save
 
 __all__ = [
     "CONFIG_FILE",

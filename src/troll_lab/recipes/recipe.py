@@ -1,9 +1,10 @@
-"""A recipe with a command's overrides: parsed, checked against the machine, saved, and compared."""
+"""A recipe with a command's overrides: read, parsed, checked against the machine, and saved."""
 
 from __future__ import annotations
 
 import json
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -12,28 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl import ModelConfig
+from trl import ModelConfig, TrlParser
 
-from troll.files import flat, json_text, write_atomically
+from troll.files import write_atomically
+from troll.settings import did_you_mean
 from troll.trl.surrogates import SURROGATES
 from troll_lab import plugins
 from troll_lab.evaluation.vllm import vllm_is_usable
-from troll_lab.recipes.command_line import Overrides, split
 from troll_lab.recipes.fields import (
+    CONFIGS,
+    DICTIONARIES,
+    FIELDS,
+    FLAGS,
+    LISTS,
+    OPTIONAL,
     OWN_FIELDS,
     PLUGINS,
+    READERS,
     ROLLOUT_LENGTH,
+    TEXTS,
     RecipeError,
-    default,
     dictionary,
     field_of,
-    parse,
 )
-from troll_lab.recipes.files import FOLDER, find, left_by, load_plugins, name_of, read_file
+from troll_lab.recipes.layers import FOLDER, Overrides, find, layered, name_of
 from troll_lab.tasks import TaskConfig
-from troll_lab.terminal import first_sentence
+from troll_lab.terminal import first_sentence, one_line
 from troll_lab.trl import LabConfig
-from troll_lab.values import yaml_text
+from troll_lab.values import NEGATIVE, yaml_text
 
 
 @dataclass
@@ -75,14 +82,11 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             point of a grid, or they ask for vLLM where it is not installed.
     """
     path = find(name_or_path)
-    below, grid = read_file(path)
-    above = split(overrides)
-    loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
-    settings = _combined(below, above)
+    settings, grid, above, loaded = layered(path, overrides)
     here = vllm is None
     if here:
         _refuse_half_precision(path, settings, above)
-    task, training, model = parse(settings, above.words)
+    task, training, model = _parse(settings, above.words)
     _check_surrogate(path, training, loaded)
     _refuse_open_grid(name_or_path, path, grid, training, above)
     notes = [
@@ -97,19 +101,6 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     return Recipe(name_or_path, name_of(path), resolved, task, training, model, note)
 
 
-def _combined(below: dict[str, Any], above: Overrides) -> dict[str, Any]:
-    """What a recipe sets and a command leaves, with the settings inside dictionaries that the command gives."""
-    settings = left_by(above.given, below, above.given.get("surrogate"))
-    for name, value in above.inner.items():
-        field = field_of(name)
-        held = settings.get(field) or {}
-        settings[field] = {
-            **(dictionary(field, held) if isinstance(held, str) else held),
-            name.partition(".")[2]: value,
-        }
-    return settings
-
-
 def _refuse_half_precision(path: Path, settings: Mapping[str, Any], above: Overrides) -> None:
     """Refuses a recipe for a GPU, which computes in 16 bits, where there is none and nobody asked for the CPU."""
     if torch.accelerator.is_available() or "use_cpu" in above.fields or settings.get("use_cpu"):
@@ -120,6 +111,78 @@ def _refuse_half_precision(path: Path, settings: Mapping[str, Any], above: Overr
                 f"{name_of(path)} is for a GPU ({name}: true), and torch finds none here; to train on the CPU all the "
                 f"same, slowly, add --use_cpu --{name} false (recipes for a CPU: quickstart, open-text, smollm2-sums)"
             )
+
+
+def _parse(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[TaskConfig, LabConfig, ModelConfig]:
+    """Makes the configurations of a run.
+
+    Args:
+        settings: Fields and their values, as YAML reads them.
+        words: `--field value` pairs, which come first.
+
+    Raises:
+        RecipeError: If a field is unknown, a value does not fit its field, or values do not go together.
+    """
+    parser = _Parser(list(CONFIGS), allow_abbrev=False)
+    parser.set_defaults_with_config(**parser.fitting(settings))
+    try:
+        task, training, model, unknown = parser.parse_args_into_dataclasses(
+            args=list(words), return_remaining_strings=True
+        )
+    except (ValueError, TypeError, OverflowError) as error:  # the configurations' own validation
+        raise RecipeError(one_line(error)) from error
+    if unknown:
+        field = unknown[0].removeprefix("--").split("=")[0]
+        raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
+    return task, training, model
+
+
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: None if text.lower() in ("none", "null") else read(text)
+
+
+class _Parser(TrlParser):
+    """TRL's parser, whose numbers are read as those of recipes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = NEGATIVE
+        for action in self._actions:
+            if action.dest in READERS:
+                read = READERS[action.dest]
+                action.type = _or_none(read) if action.dest in OPTIONAL else read
+
+    def fitting(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a recipe in the types of their fields; texts are read by the parser itself."""
+        fitted = dict(settings)
+        for name, value in settings.items():
+            if isinstance(value, str):
+                if name in DICTIONARIES and value.startswith("{"):
+                    fitted[name] = dictionary(name, value)
+            elif value is None:
+                continue
+            elif name in TEXTS:
+                kind = "true or false" if isinstance(value, bool) else "a number"
+                if isinstance(value, dict | list):
+                    raise RecipeError(f"{name} takes a text, got {value!r}")
+                raise RecipeError(f"{name} takes a text, and YAML reads {value!r} as {kind}: put it in quotes")
+            elif name in FLAGS:
+                if value not in (True, False):  # 1 and 0 are equal to these
+                    raise RecipeError(f"{name} must be true or false, got {value!r}")
+                fitted[name] = bool(value)
+            elif name in LISTS and isinstance(value, int | float):
+                raise RecipeError(f"{name} takes a list, got {value!r}: write [{json.dumps(value)}]")
+            elif name in READERS:
+                read = READERS[name]
+                try:
+                    fitted[name] = [read(each) for each in value] if isinstance(value, list) else read(value)
+                except ArgumentTypeError as error:
+                    raise RecipeError(f"{name} {error}") from error
+        return fitted
+
+    def error(self, message: str) -> Any:
+        # argparse would print the usage of several hundred fields.
+        raise RecipeError(one_line(message))
 
 
 def _check_surrogate(path: Path, training: LabConfig, loaded: Collection[str]) -> None:
@@ -225,31 +288,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):  # accelerate's configuration
         return value.to_dict()
     return value.value if isinstance(value, Enum) else value
-
-
-def differences(
-    recorded: Mapping[str, Any], settings: Mapping[str, Any], ignored: Callable[[str], bool] = lambda name: False
-) -> list[str]:
-    """The differences of two sets of settings; a field that one of them leaves out has its default there.
-
-    Args:
-        recorded: The settings that a file held.
-        settings: The settings from `plain`.
-        ignored: Whether differences in a field, given by its name, do not count.
-
-    Returns:
-        A phrase for each differing field, by name, such as "kl_bound is 0.05 there and 0.1 here".
-    """
-    # As JSON gives them back: with lists for tuples, and the word for an infinite bound.
-    recorded, settings = (flat(json.loads(json_text(values))) for values in (recorded, settings))
-    phrases = []
-    for name in sorted({*recorded, *settings}):
-        there, here = (values[name] if name in values else default(name) for values in (recorded, settings))
-        if there != here and not ignored(name):
-            phrases.append(f"{name} is {as_argument(there)} there and {as_argument(here)} here")
-    return phrases
-
-
-def as_argument(value: Any) -> str:
-    """A YAML value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value)

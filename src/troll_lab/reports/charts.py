@@ -1,40 +1,26 @@
-"""The metrics that a run logs, and how the report draws and explains them."""
+"""The metrics that a run logs, and how the page about it draws and explains them."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+import pandas as pd
+
+from troll_lab.evaluation.estimators import wilson_interval
+from troll_lab.reports.curves import Chart, changes, curve_card
 from troll_lab.reports.figures import Scale
-from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A card of the page about one run.
-
-    Attributes:
-        lines: The text in the legend by metric; held-out metrics start with "eval_".
-        with_bound: Whether ε is drawn too.
-        shown: When the card is shown. With "always", a sentence replaces a card without data; otherwise it is left out.
-    """
-
-    title: str
-    unit: str
-    scale: Scale
-    lines: Mapping[str, str]
-    caption: str
-    with_bound: bool = False
-    shown: Literal["always", "if logged", "if it changes"] = "always"
-
+from troll_lab.reports.page import Section
+from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST, Rows, eval_questions, metric, number
 
 #: ε over time.
-BOUND = TRUST + "kl_bound"
+_BOUND = TRUST + "kl_bound"
+_WANTED = TRUST + "kl_target/wanted"
 _DIAGNOSTICS = TRUST + "diagnostics/"
 #: The conditioning of the projection's multiplier, and the norm of the whole gradient.
-CONDITIONING, GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
+_CONDITIONING, _GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
 
 #: The charts of a single run by section, in the order of the page.
 CHARTS: Mapping[str, Sequence[Chart]] = {
@@ -96,7 +82,7 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
             "KL bound ε",
             "nats",
             "from zero",
-            {BOUND: "ε"},
+            {_BOUND: "ε"},
             "The bound itself, which this run changes while it trains.",
             shown="if it changes",
         ),
@@ -231,6 +217,61 @@ _FAMILIES: dict[str, tuple[str, str, Scale, str]] = {
 }
 
 
+def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
+    """The cards of all curves with data, and a sentence for each chart that should have data and has none."""
+    bound = _bound(rows, summary)
+    last = max(1, int(number(summary.get("steps")) or 0), *(row["step"] for row in rows))
+    size = eval_questions(summary)
+    held_out = metric(rows, HELD_OUT)
+    intervals = {HELD_OUT: {step: wilson_interval(share, size) for step, share in held_out.items()} if size else {}}
+    # The charts of a trust region are not missing in a run without one.
+    without_region = summary.get("surrogate", "troll") != "troll"
+    names = dict.fromkeys(name for row in rows for name in row)
+    more = {
+        "KL target": target_charts(names),
+        "Evaluation": evaluation_charts(names),
+        "Diagnostics": diagnostic_charts(names),
+    }
+    found = []
+    for title, charts in {**CHARTS, **more}.items():
+        cards, missing = [], []
+        for chart in charts:
+            data = {key: metric(rows, key) for key in chart.lines}
+            if chart.shown == "if it changes" and not any(map(changes, data.values())):
+                continue
+            if any((curve > 0).any() or (chart.scale != "log" and len(curve)) for curve in data.values()):
+                shown_bound = bound if chart.with_bound else None
+                cards.append(curve_card(chart, data, last, intervals, shown_bound, _note(chart, rows)))
+            elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
+                logged = any(map(len, data.values()))
+                why = "it was never above zero" if logged else "this run logged no value of it"
+                missing.append(f"{chart.title} is left out: {why}.")
+        if cards or missing:
+            found.append(Section(title, cards, missing=missing))
+    return found
+
+
+def _bound(rows: Rows, summary: Mapping[str, Any]) -> pd.Series | None:
+    """ε by step if it changes, else a single value; None if it is unknown."""
+    bound, fixed = metric(rows, _BOUND), number(summary.get("kl_bound"), (1e-300, math.inf))
+    if changes(bound):
+        return bound
+    return None if fixed is None else pd.Series([fixed])
+
+
+def _note(chart: Chart, rows: Rows) -> str:
+    """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
+    notes = []
+    for key, label in chart.lines.items():
+        if key.startswith(_CONDITIONING):
+            both = pd.concat([metric(rows, key), metric(rows, _GRADIENT_NORM)], axis=1, join="inner")
+            if len(both) > 2 and all(changes(both[column]) for column in both):  # else nothing can correlate
+                correlation = both.corr(method="spearman").iloc[0, 1]
+                shown = f"{correlation:+.2f}".replace("-", "−")
+                notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")
+    return " ".join(notes)
+
+
 def diagnostic_charts(names: Iterable[str]) -> list[Chart]:
     """The charts of the metrics below `trust_region/diagnostics/` among `names`: families first."""
     left = [name.removeprefix(_DIAGNOSTICS) for name in dict.fromkeys(names) if name.startswith(_DIAGNOSTICS)]
@@ -241,6 +282,31 @@ def diagnostic_charts(names: Iterable[str]) -> list[Chart]:
         charts.append(_diagnostic(title, unit, scale, members, caption))
     charts += [_diagnostic(_words(name).capitalize(), "", "linear", [name], "") for name in left]
     return [chart for chart in charts if chart.lines]
+
+
+def target_charts(names: Collection[str]) -> list[Chart]:
+    """The charts of a run whose learning rate follows a KL target, which other runs lack."""
+    if _WANTED not in names:
+        return []
+    return [
+        Chart(
+            "KL measured and wanted",
+            "nats, log scale",
+            "log",
+            {TRUST + "kl_before_mean": "measured", _WANTED: "wanted"},
+            "How far the updates of a rollout have moved the policy, in the mean of their tokens, and how far "
+            "`kl_target` wants them to.",
+            shown="if logged",
+        ),
+        Chart(
+            "Learning rate",
+            "log scale",
+            "log",
+            {"learning_rate": "learning rate"},
+            "The rate that was used. The target sets it so that the two lines meet, and the schedule multiplies it.",
+            shown="if logged",
+        ),
+    ]
 
 
 def evaluation_charts(names: Iterable[str]) -> list[Chart]:

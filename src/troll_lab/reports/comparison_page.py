@@ -13,10 +13,11 @@ from matplotlib.axes import Axes
 
 from troll_lab.reports.curves import smooth, thin
 from troll_lab.reports.figures import COLOURS, Scale, inline_figure, line_mark, line_style, set_scale, set_steps
-from troll_lab.reports.outcome import POINTS, outcome_section, short_name
+from troll_lab.reports.outcome import outcome_section, short_name
 from troll_lab.reports.page import Card, Section, render
 from troll_lab.runs.comparison import Comparison, Group, panels, row_label
 from troll_lab.runs.comparison_tables import (
+    DIFFERENCE_UNITS,
     cell,
     difference,
     formatted,
@@ -112,11 +113,11 @@ def _headline(comparison: Comparison) -> tuple[str, str]:
         interval = interval_of(one.estimate)
         first, second = short_name(one.first, members), short_name(one.second, members)
         if interval is None or interval[0] <= 0 <= interval[1]:
-            unclear.append(f"{first} − {second} {plain_difference(one.estimate, measure)}{POINTS[measure]}")
+            unclear.append(f"{first} − {second} {plain_difference(one.estimate, measure)}{DIFFERENCE_UNITS[measure]}")
             continue
         ahead, behind, (low, high) = (first, second, interval) if interval[0] > 0 else (second, first, interval[::-1])
         by, least, most = (formatted(abs(value), measure) for value in (one.estimate.mean, low, high))
-        clear.append(f"{ahead} is ahead of {behind} by {by}{POINTS[measure]} [{least}, {most}]")
+        clear.append(f"{ahead} is ahead of {behind} by {by}{DIFFERENCE_UNITS[measure]} [{least}, {most}]")
     rest = "; ".join(unclear[:_MOST_NAMED]) + ("; ..." if len(unclear) > _MOST_NAMED else "")
     if not clear:
         return "No clear difference", rest

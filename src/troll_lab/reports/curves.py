@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from troll_lab.evaluation.estimators import Interval
-from troll_lab.reports.charts import Chart
-from troll_lab.reports.figures import COLOURS, LIGHT, inline_figure, set_scale, set_steps
+from troll_lab.reports.figures import COLOURS, LIGHT, Scale, inline_figure, set_scale, set_steps
 from troll_lab.reports.page import Card
 
 _MOST_POINTS = 400  # more points do not make a line more readable, and the page would exceed a megabyte
@@ -21,6 +21,25 @@ _FEWEST_TO_SMOOTH = 12
 
 #: One curve, or several with the same steps: values by step.
 Curves = TypeVar("Curves", pd.Series, pd.DataFrame)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a card shows.
+
+    Attributes:
+        lines: The text in the legend by metric; held-out metrics start with "eval_".
+        with_bound: Whether ε is drawn too.
+        shown: When the card is shown. With "always", a sentence replaces a card without data; otherwise it is left out.
+    """
+
+    title: str
+    unit: str
+    scale: Scale
+    lines: Mapping[str, str]
+    caption: str
+    with_bound: bool = False
+    shown: Literal["always", "if logged", "if it changes"] = "always"
 
 
 def thin(curves: Curves, most: int, largest: bool = False) -> Curves:

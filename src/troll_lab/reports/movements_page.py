@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 
 from troll.files import read_json, write_atomically
 from troll_lab.episodic.folder import CONFIG, METRICS, PATHS, SUMMARY
-from troll_lab.reports.charts import Chart
-from troll_lab.reports.curves import curve_card
+from troll_lab.reports.curves import Chart, curve_card
 from troll_lab.reports.figures import COLOURS, LIGHT, inline_figure
 from troll_lab.reports.page import Card, render
 from troll_lab.runs.recorded import Rows, metric, read_metrics

@@ -11,14 +11,18 @@ from troll_lab.evaluation.estimators import Interval
 from troll_lab.reports.figures import LIGHT, format_values, inline_figure, line_style
 from troll_lab.reports.page import Card, Section
 from troll_lab.runs.comparison import Difference, M, panels
-from troll_lab.runs.comparison_tables import formatted, interval_of, plain_difference, result_interval
+from troll_lab.runs.comparison_tables import (
+    DIFFERENCE_UNITS,
+    UNITS,
+    formatted,
+    interval_of,
+    plain_difference,
+    result_interval,
+)
 from troll_lab.runs.recorded import Measure
 from troll_lab.runs.statistics import seed_differences
 
 _PER_LINE, _MARGINS = 0.52, 0.75  # inches for each method, and for the axis with its labels
-_UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
-#: The unit of differences.
-POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
 _DOT_NOTE = (
     "Dot: mean over seeds; bar: its 95 % interval; circles below: single seeds. A difference whose bar crosses 0 is "
     "no evidence."
@@ -35,7 +39,7 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
         measure = next(iter(members.values())).measure
         lines = [
             _Line(
-                f"{label}   {formatted(final.mean, measure)}{_UNIT[measure]}",
+                f"{label}   {formatted(final.mean, measure)}{UNITS[measure]}",
                 place,
                 final.mean,
                 result_interval(final, measure),
@@ -50,7 +54,7 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
         lines = [
             _Line(
                 f"{short_name(found.first, members)} − {short_name(found.second, members)}   "
-                f"{plain_difference(found.estimate, measure)}{POINTS[measure]}",
+                f"{plain_difference(found.estimate, measure)}{DIFFERENCE_UNITS[measure]}",
                 list(members.values()).index(found.second) if found.second in members.values() else place,
                 found.estimate.mean,
                 interval_of(found.estimate),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,18 @@ from typing import Any
 import pandas as pd
 
 from troll.files import write_atomically
-from troll_lab.reports.charts import (
-    BOUND,
-    CHARTS,
-    CONDITIONING,
-    GRADIENT_NORM,
-    Chart,
-    diagnostic_charts,
-    evaluation_charts,
-)
-from troll_lab.reports.curves import changes, curve_card
-from troll_lab.reports.page import Section, render
+from troll_lab.evaluation.estimators import wilson_interval
+from troll_lab.reports.charts import sections
+from troll_lab.reports.page import render
 from troll_lab.runs.recorded import (
     ANSWERS,
-    HELD_OUT,
     SHARE,
-    TRUST,
     Rows,
     eval_questions,
-    metric,
     number,
     read_metrics,
     read_summary,
 )
-from troll_lab.runs.statistics import wilson_interval
 from troll_lab.runs.text import duration, percent, problems
 
 _FACTS = {
@@ -85,7 +72,7 @@ def write_report(run_folder: Path) -> Path:
         **_headline(summary),
         answers=_answers(read_metrics(answers)) if answers.is_file() else None,
         steps=sorted({row["step"] for row in rows}),
-        sections=_sections(rows, summary) if rows else [],
+        sections=sections(rows, summary) if rows else [],
         facts=_facts(summary),
         configuration=config.read_text(encoding="utf-8") if config.is_file() else None,
     )
@@ -149,54 +136,3 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(versions, dict) and versions:
         facts["Versions"] = ", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in versions.items())
     return facts
-
-
-def _sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
-    """The cards of all curves with data, and a sentence for each chart that should have data and has none."""
-    bound = _bound(rows, summary)
-    last = max(1, int(number(summary.get("steps")) or 0), *(row["step"] for row in rows))
-    size = eval_questions(summary)
-    held_out = metric(rows, HELD_OUT)
-    intervals = {HELD_OUT: {step: wilson_interval(share, size) for step, share in held_out.items()} if size else {}}
-    # The charts of a trust region are not missing in a run without one.
-    without_region = summary.get("surrogate", "troll") != "troll"
-    names = dict.fromkeys(name for row in rows for name in row)
-    more = {"Evaluation": evaluation_charts(names), "Diagnostics": diagnostic_charts(names)}
-    sections = []
-    for title, charts in {**CHARTS, **more}.items():
-        cards, missing = [], []
-        for chart in charts:
-            data = {key: metric(rows, key) for key in chart.lines}
-            if chart.shown == "if it changes" and not any(map(changes, data.values())):
-                continue
-            if any((curve > 0).any() or (chart.scale != "log" and len(curve)) for curve in data.values()):
-                shown_bound = bound if chart.with_bound else None
-                cards.append(curve_card(chart, data, last, intervals, shown_bound, _note(chart, rows)))
-            elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
-                logged = any(map(len, data.values()))
-                why = "it was never above zero" if logged else "this run logged no value of it"
-                missing.append(f"{chart.title} is left out: {why}.")
-        if cards or missing:
-            sections.append(Section(title, cards, missing=missing))
-    return sections
-
-
-def _bound(rows: Rows, summary: Mapping[str, Any]) -> pd.Series | None:
-    """ε by step if it changes, else a single value; None if it is unknown."""
-    bound, fixed = metric(rows, BOUND), number(summary.get("kl_bound"), (1e-300, math.inf))
-    if changes(bound):
-        return bound
-    return None if fixed is None else pd.Series([fixed])
-
-
-def _note(chart: Chart, rows: Rows) -> str:
-    """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
-    notes = []
-    for key, label in chart.lines.items():
-        if key.startswith(CONDITIONING):
-            both = pd.concat([metric(rows, key), metric(rows, GRADIENT_NORM)], axis=1, join="inner")
-            if len(both) > 2 and all(changes(both[column]) for column in both):  # else nothing can correlate
-                correlation = both.corr(method="spearman").iloc[0, 1]
-                shown = f"{correlation:+.2f}".replace("-", "−")
-                notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")
-    return " ".join(notes)

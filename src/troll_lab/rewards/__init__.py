@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from troll_lab.rewards.answers import FormatReward, final_answer
     from troll_lab.rewards.code import CodeGrader, passed_fraction
     from troll_lab.rewards.mathematics.grader import MathGrader
-    from troll_lab.rewards.program import parse_tests
     from troll_lab.rewards.speed import time_saved
+    from troll_lab.rewards.tests import parse_tests
 
 __all__ = [
     "CodeGrader",
@@ -38,7 +38,7 @@ _MODULES = {
     "Verdict": "troll.grading",
     "completion_text": "troll.grading",
     "final_answer": "troll_lab.rewards.answers",
-    "parse_tests": "troll_lab.rewards.program",
+    "parse_tests": "troll_lab.rewards.tests",
     "passed_fraction": "troll_lab.rewards.code",
     "time_saved": "troll_lab.rewards.speed",
 }

@@ -10,7 +10,8 @@ from typing import Any
 
 from troll.grading import Completion, Grader, Verdict, completion_text, printable
 from troll_lab.rewards.machine import processes
-from troll_lab.rewards.program import parse_tests, read_program
+from troll_lab.rewards.program import read_program
+from troll_lab.rewards.tests import parse_tests
 from troll_sandbox import (
     Bubblewrap,
     Executor,

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from troll_sandbox.control_groups import own_groups
+
 #: Environment variables with the number of processes on this machine: torchrun's and accelerate's, then those of MPIs.
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -65,24 +67,8 @@ def memory_limit(root: Path) -> int | None:
     return min(found, default=None)
 
 
-def control_groups(root: Path, controller: str) -> list[Path]:
-    """The folders of this process's control group and of those around it, the innermost first; empty if there is none.
-
-    A container may see its own group only as the root, the last one. In version 2 of control groups, `controller` is
-    empty.
-    """
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controller in controllers.split(","):
-                hierarchy = root / "sys/fs/cgroup" / controller
-                folder = hierarchy / group.lstrip("/")
-                return [path for path in (folder, *folder.parents) if path.is_relative_to(hierarchy)]
-    return []
-
-
 def _group_files(root: Path, controller: str, name: str) -> Iterator[str]:
-    """The contents of a file of that name in each of `control_groups`, where there is one."""
-    for folder in control_groups(root, controller):
+    """The contents of a file of that name in each of the process's control groups, where there is one."""
+    for folder in own_groups(controller, root):
         with contextlib.suppress(OSError):
             yield (folder / name).read_text().strip()

@@ -1,19 +1,15 @@
-"""The input of a code reward: the program in a completion, and the tests of a task."""
+"""The program in a completion: its fenced block, with the definitions that it needs from the other blocks.
+
+Blocks are read line by line and not parsed, since a parser outside the sandbox could be attacked.
+"""
 
 from __future__ import annotations
 
-import ast
 import builtins
 import re
-import sys
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Sequence
 
-from troll_lab.rewards.blocks import defines, fenced_blocks, program_among
 from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests, Tests
-from troll_sandbox.output import Compare
-from troll_sandbox.unbounded import parse, read_json
 
 #: Longer texts are not programs: the longest solution of a contest has a tenth of these characters.
 MAX_PROGRAM = 2**20
@@ -25,66 +21,25 @@ _FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.M)
 # An indented first line.
 _BODY = re.compile(r"(?:[ \t]*\n)*+(?:\t|  )[ \t]*+\S")
 
-_FIELDS = (
-    ({"asserts"}, {"setup", "names", "plain"}),
-    ({"check", "entry_point"}, {"setup", "plain"}),
-    ({"function", "inputs", "outputs"}, set[str]()),
-    ({"inputs", "outputs"}, {"compare"}),
-)
+#: The first word after a fence, as in `python title="a.py"`, `py3` or `{.python}`, but not in `python-repl`.
+_PYTHON = re.compile(r"\{?[ \t]*\.?(?:i?python|py|pypy)[\d.]*(?![\w+#-])", re.I)
+_READS = re.compile(r"\binput\(|\bstdin\b|\bopen\(0|\bfileinput\b")
+_PRINTS = re.compile(r"\bprint\(|\bstdout\b|\bos\.write\(")
 
+_DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.M)
+_IMPORTED = re.compile(r"(?:from[ \t]+(?!__future__)[\w.]+[ \t]+)?import\b(.*)", re.S)
+_IMPORTED_NAME = re.compile(r"(\w+)(?:\.\w+)*(?:[ \t]+as[ \t]+(\w+))?")
+_ASSIGNED = re.compile(r"(\w+(?:[ \t]*,[ \t]*\w+)*)[ \t]*(?::[^=\n]*)?=(?!=)(.*)", re.S)
+_BOUND = re.compile(r"\b(\w+)[ \t]*=(?!=)|\b(?:for|def|class|as|import)[ \t]+(\w+)")
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_ASIDE = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|#.*")
 
-def parse_tests(text: str) -> Tests:
-    r"""Reads the tests of a task from a cell of the column `tests`.
-
-    They are a JSON object in one of these forms, of which `setup`, `names`, `plain` and `compare` may be left out:
-
-    - `{"asserts": ["assert f(1) == 2"], "setup": "import math", "names": ["f"], "plain": false}`
-    - `{"check": "def check(candidate): ...", "entry_point": "f", "setup": "...", "plain": false}`
-    - `{"function": "f", "inputs": [[1]], "outputs": [2]}`, with a list of arguments per call
-    - `{"inputs": ["1\n"], "outputs": ["2\n"], "compare": "tokens"}`, with standard input and standard output
-
-    Args:
-        text: The JSON object.
-
-    Returns:
-        The first two forms as [CodeTests][troll_sandbox.CodeTests], the third as
-        [FunctionTests][troll_sandbox.FunctionTests], the last as [StreamTests][troll_sandbox.StreamTests].
-
-    Raises:
-        ValueError: The text is none of these; the message says what is wrong with it.
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"tests take a JSON object as text, got {type(text).__name__}: {str(text)[:40]!r}")
-    return _parsed_tests(text)
-
-
-@lru_cache(maxsize=128)  # the prompts of a rollout's batch; the tests of one may take megabytes
-def _parsed_tests(text: str) -> Tests:
-    try:
-        case = read_json(text)
-    except ValueError as error:
-        raise ValueError(f"tests take a JSON object as text, got {str(text)[:40]!r} ({error})") from None
-    if not isinstance(case, dict):
-        raise ValueError(f"tests take a JSON object, got {type(case).__name__}")
-    for required, optional in _FIELDS:
-        if required <= set(case) <= required | optional:
-            break
-    else:
-        forms = "; ".join(", ".join(sorted(required)) for required, _ in _FIELDS)
-        raise ValueError(f"tests have the fields {sorted(case)}, but must have one of: {forms}")
-    if "asserts" in case:
-        return _code_tests(_texts(case, "asserts"), case, _texts(case, "names") if case.get("names") else ())
-    if "check" in case:
-        entry_point = _text(case, "entry_point")
-        if not entry_point.isidentifier():
-            raise ValueError(f"entry_point takes the name of a function, got {entry_point!r}")
-        return _code_tests((f"{_text(case, 'check')}\ncheck({entry_point})\n",), case, (entry_point,))
-    if "function" in case:
-        return FunctionTests(_text(case, "function"), *_pairs(case, list))
-    compare = case.get("compare", "tokens")
-    if compare not in get_args(Compare):
-        raise ValueError(f"compare takes one of {', '.join(get_args(Compare))}, got {str(compare)[:40]!r}")
-    return StreamTests(*_pairs(case, str), compare)
+#: Names in the values of constants and functions. A value with other names may read, print or fail.
+_MAKERS = {
+    "Counter", "OrderedDict", "TypeVar", "cache", "collections", "defaultdict", "deque", "dict", "float", "frozenset",
+    "functools", "int", "list", "lru_cache", "math", "namedtuple", "partial", "range", "set", "sys", "tuple",
+    "False", "None", "True",
+}  # fmt: skip
 
 
 def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
@@ -172,65 +127,113 @@ def _dedented(text: str) -> str:
     return "\n".join(line[margin:] if line.strip() else line for line in lines) if margin else text
 
 
-def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, ...]) -> CodeTests:
-    setup, plain = _text(case, "setup", ""), case.get("plain", False)
-    if not isinstance(plain, bool):
-        raise ValueError(f"plain takes true or false, got {str(plain)[:40]!r}")
-    trees = [_parsed(setup, "setup"), *(_parsed(test, f"test {index}") for index, test in enumerate(tests))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    bound = {name for node in nodes for name in _bound_names(node)} | set(names)
-    through_attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    inferred: dict[str, bool] = {}
-    for node in nodes:
-        if isinstance(node, ast.Name) and node.id not in bound and not hasattr(builtins, node.id):
-            only_module = node.id in sys.stdlib_module_names and id(node) in through_attributes
-            inferred[node.id] = inferred.get(node.id, True) and only_module
-    modules = tuple(name for name, only_module in inferred.items() if only_module)
-    others = tuple(name for name, only_module in inferred.items() if not only_module)
-    return CodeTests(tests, setup, names, others, modules, plain)
+def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yields the text after the opening fence of each block, and its content, in one pass over the lines."""
+    fence, info, block, indent = "", "", list[str](), 0
+    for line in text.split("\n"):
+        stripped = line.strip(" \t")
+        rest = stripped.lstrip(stripped[:1])
+        marks = stripped[: len(stripped) - len(rest)]
+        margin = len(line) - len(line.lstrip(" \t"))
+        # A fence that is indented by more than 3 is part of a string in the program.
+        if fence and marks.startswith(fence) and not rest and margin <= indent + 3:
+            yield info, "\n".join(block) + "\n"
+            fence = ""
+        elif fence:
+            block.append(line[indent:] if not line[:indent].strip() else line)
+        elif marks.startswith(("```", "~~~")) and "`" not in rest:
+            fence, info, block, indent = marks, rest.strip(), [], margin
+    if fence:
+        yield info, "\n".join(block) + "\n"
 
 
-def _bound_names(node: ast.AST) -> Iterator[str]:
-    match node:
-        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
-            yield name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.alias():
-            yield (node.asname or node.name).partition(".")[0]
-        case ast.ExceptHandler(name=str(name)):
-            yield name
+def defines(program: str, names: Iterable[str]) -> bool:
+    """Whether a program defines one of some names: by `def` or `class`, or at its margin by an assignment."""
+    definition = r"^(?:[ \t]*(?:(?:async +)?def|class)[ \t]+{0}\b|{0}[ \t]*(?::[^=\n]*)?=(?!=))"
+    return any(re.search(definition.format(re.escape(name)), program, re.M) for name in names)
 
 
-def _parsed(source: str, what: str) -> ast.Module:
-    try:
-        return parse(source)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not Python code: {error}") from None
+def program_among(fenced: Iterable[tuple[str, str]], names: Sequence[str], whole: bool) -> tuple[str, str] | None:
+    """Chooses the block that is the program.
+
+    Args:
+        fenced: The blocks, from `fenced_blocks`.
+        names: The names of the program that the tests use.
+        whole: Whether the program runs as a whole, from its input to its output.
+
+    Returns:
+        The imports and definitions in other blocks that the program needs, and the program; None if no block is one.
+    """
+    shown = [(info, block) for info, block in fenced if block.strip() and not block.lstrip().startswith(">>>")]
+    marked = [block for info, block in shown if _PYTHON.match(info)]
+    unmarked = [block for info, block in shown if not info]
+    latest_first = [*reversed(marked), *reversed(unmarked)]
+    if not latest_first:
+        return None
+    program = next((block for block in latest_first if defines(block, names)), None) or _likely(
+        marked or unmarked, whole
+    )
+    others = [block for info, block in shown if block is not program and (not info or _PYTHON.match(info))]
+    return _needed(program, others, names), program
 
 
-def _text(case: dict[str, Any], field: str, default: str | None = None) -> str:
-    value = case.get(field, default)
-    if not isinstance(value, str) or (default is None and not value.strip()):
-        raise ValueError(f"{field} takes a text, got {str(value)[:40]!r}")
-    return value.replace("\r\n", "\n")
+def _likely(blocks: Sequence[str], whole: bool) -> str:
+    """The longest block; for a whole program, the last that reads input, of those that act and print, if any."""
+    if whole:
+        for runs in (lambda block: any(map(_acts, _items(block))), _READS.search, _PRINTS.search):
+            blocks = [block for block in blocks if runs(block)] or blocks
+        if _READS.search(blocks[-1]):
+            return blocks[-1]
+    return max(reversed(blocks), key=len)
 
 
-def _texts(case: dict[str, Any], field: str) -> tuple[str, ...]:
-    values = case[field]
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"{field} takes a list of one or more texts, got {str(values)[:40]!r}")
-    return tuple(value.replace("\r\n", "\n") for value in values)
+def _needed(program: str, others: Iterable[str], names: Iterable[str]) -> str:
+    """The imports and definitions in other blocks that a program needs, the last of each name.
+
+    Nothing else is taken from them: their examples, checks and reads must not run. Names that Python defines are not
+    needed: a program that calls `input` is complete.
+    """
+    items = [item for block in others for item in _items(block) if not _acts(item)]
+    places = {name: place for place, item in enumerate(items) for name in _names_of(item)}
+    found = {name for item in _items(program) for name in _names_of(item)} | set(dir(builtins))
+    found.update(*_BOUND.findall(program))
+    waiting, taken = [*names, *_NAME.findall(program)], set[int]()
+    while waiting:
+        name = waiting.pop()
+        if name in places and name not in found:
+            found.add(name)
+            taken.add(places[name])
+            waiting += _NAME.findall(items[places[name]])
+    return "\n".join(items[place] for place in sorted(taken))
 
 
-def _pairs(case: dict[str, Any], kind: type) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    inputs, outputs = case["inputs"], case["outputs"]
-    for field, values in (("inputs", inputs), ("outputs", outputs)):
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"{field} takes a list with a value per test, got {str(values)[:40]!r}")
-        checked = field == "inputs" or kind is str
-        if checked and (wrong := [value for value in values if not isinstance(value, kind)]):
-            raise ValueError(f"{field} takes a list of {kind.__name__}, got {str(wrong[0])[:40]!r} in it")
-    if len(inputs) != len(outputs):
-        raise ValueError(f"inputs and outputs differ in length: {len(inputs)} and {len(outputs)}")
-    return tuple(inputs), tuple(outputs)
+def _items(block: str) -> Iterator[str]:
+    """The statements at the margin of a block, each with its decorators and the lines that continue it."""
+    item, decorates, in_text = list[str](), False, False
+    for line in block.split("\n"):
+        if line[:1] not in ("", " ", "\t", ")", "]", "}", "#") and not in_text:
+            if item and not decorates:
+                yield "\n".join(item)
+                item = []
+            decorates = line[0] == "@"
+        item.append(line)
+        in_text ^= (line.count('"""') + line.count("'''")) % 2 == 1
+    yield "\n".join(item)
+
+
+def _names_of(item: str) -> list[str]:
+    """The names that a statement defines, imports or assigns to."""
+    if item.startswith(("@", "def ", "class ", "async ")):
+        return _DEFINED.findall(item)
+    if imported := _IMPORTED.match(item):
+        return [last or first for first, last in _IMPORTED_NAME.findall(_ASIDE.sub("", imported[1]))]
+    assigned = _ASSIGNED.match(item)
+    return re.split(r"[ \t]*,[ \t]*", assigned[1]) if assigned else []
+
+
+def _acts(item: str) -> bool:
+    """Whether a statement does more than prepare, define, import, or name a function or a constant."""
+    if assigned := _ASSIGNED.match(item):
+        return not _MAKERS.issuperset(_NAME.findall(_ASIDE.sub("", assigned[2]).partition("lambda")[0]))
+    prepares = ("sys.setrecursionlimit(", "threading.stack_size(", "from ", "import ", '"""', "'''", "#")
+    return bool(item.strip()) and not item.startswith(prepares) and not _names_of(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,28 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback
 from trl import get_peft_config, get_quantization_config
 
 from troll.trl.checks import refuse_few_rows
+from troll.trl.resumed_settings import may_change
+from troll_lab import recipes
+from troll_lab.evaluation.model import not_loadable
 from troll_lab.evaluation.training_task import TrainingTask
+from troll_lab.lock import ANOTHER_FOLDER
 from troll_lab.recipes import Recipe, RecipeError
-from troll_lab.runs.folders import checkpoint_of
 from troll_lab.runs.publishing import check_back_ends, check_hub
 from troll_lab.runs.toy_model import toy_model
 from troll_lab.runs.toy_network import TOY, TOY_MODELS
 from troll_lab.tasks import Task, load_task
 from troll_lab.tasks.chat_template import prompt_texts
-from troll_lab.tasks.loading import decontaminate, load_function
-from troll_lab.terminal import one_line
+from troll_lab.tasks.loading import decontaminate
+from troll_lab.terminal import one_line, raised_as
 from troll_lab.trl import LabTrainer
+from troll_lab.trl.checkpoints import check_complete, last_checkpoint, newest_complete
+from troll_lab.user_files import load_function
+from troll_lab.values import read_yaml
+
+#: The lock of a run's folder. With a `_`, transformers does not push it to the hub.
+LOCK = "_lock"
+
+_DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # held-out rows are not trained on
 
 
 @dataclass(frozen=True)
@@ -54,14 +65,12 @@ def build(recipe: Recipe, folder: Path) -> BuiltRun:
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, or a
             resumed run has other settings than before.
-        troll_lab.tasks.TaskError: If the task or the rollout function cannot be loaded, or the model's chat template
-            refuses the prompts.
+        UsageError: If the rollout function cannot be loaded.
+        troll_lab.tasks.TaskError: If the task cannot be loaded, or the model's chat template refuses the prompts.
     """
-    try:
+    with raised_as(RecipeError):
         check_back_ends(recipe.training.report_to or [])
         check_hub(recipe.training)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
     named = recipe.task.rollout_func
     rollout_func = load_function(named, Path(), "rollout_func")[0] if named else None
     # One process comes first, and the others find the cached model.
@@ -78,6 +87,55 @@ def build(recipe: Recipe, folder: Path) -> BuiltRun:
     # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
     return BuiltRun(recipe, folder, checkpoint, task, others, TrainingTask.of(recipe.task, variables), trainer)
+
+
+def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
+    """The trainer's `resume_from_checkpoint`: a checkpoint, or True for the last complete one, which it then names.
+
+    It is None for a new run. A folder that does not exist is made.
+
+    Raises:
+        RecipeError: If the folder cannot be used or is not empty, or a resumed run has other settings than before or
+            lacks a complete checkpoint.
+    """
+    resume = recipe.training.resume_from_checkpoint
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (last, _), empty = newest_complete(folder), all(path.name == LOCK for path in folder.iterdir())
+    except OSError as error:
+        raise RecipeError(f"output_dir {folder} cannot be used: {error.strerror}") from error
+    if not resume:
+        if not empty:
+            or_resume = ", or resume from its last checkpoint with --resume_from_checkpoint" if last else ""
+            raise RecipeError(f"output_dir {folder} is not empty: choose another with --output_dir{or_resume}")
+        return None
+    check_same_run(recipes.plain(recipe), folder, lambda name: may_change(name) and name not in _DECIDES_THE_DATA)
+    with raised_as(RecipeError, "resume_from_checkpoint: "):
+        if str(resume) in ("last", "true", "True"):  # YAML reads true as a boolean
+            last_checkpoint(folder)
+            return True
+        check_complete(Path(resume))
+    return resume
+
+
+def check_same_run(settings: Mapping[str, Any], folder: Path, may_differ: Callable[[str], bool]) -> None:
+    """Refuses a folder that holds a run with other settings. A folder without a `config.yaml` holds no run.
+
+    The settings are those of `troll_lab.recipes.plain`; `may_differ` tells whether a field, given by its name, may
+    differ.
+
+    Raises:
+        RecipeError: If settings differ; names the first such field, with both values.
+    """
+    config = folder / recipes.CONFIG_FILE
+    if not config.is_file():
+        return
+    with raised_as(RecipeError):
+        found = recipes.differences(read_yaml(config), settings, may_differ)
+    if found:
+        raise RecipeError(
+            f"{folder} holds a run with other settings: {found[0]}; use the same settings, or {ANOTHER_FOLDER}"
+        )
 
 
 def model_path(recipe: Recipe) -> str:
@@ -128,26 +186,7 @@ def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | Pro
             f"the processor of {model_path} needs a package that is missing: {one_line(error)}"
         ) from error
     except (OSError, ValueError) as error:
-        raise _missing_model(model_path) from error
-
-
-#: The name of the model that `make smollm2` fetches, on the hub and in its folder.
-_SMOLLM2 = "SmolLM2-135M-Instruct"
-
-
-def _missing_model(model_path: str) -> RecipeError:
-    if Path(model_path).exists():
-        return RecipeError(f"{model_path} does not hold a model and a tokenizer that transformers can load")
-    instead = "check the name and the network, or give a local folder with --model_name_or_path"
-    if Path(model_path).name == _SMOLLM2:
-        instead = (
-            "without the hub, run make smollm2 in a checkout of TROLL, and then train with --model_name_or_path "
-            f"models/{_SMOLLM2}"
-        )
-    return RecipeError(
-        f"cannot load the model {model_path!r}: there is no such folder, and the Hugging Face hub does not have it or "
-        f"cannot be reached; {instead}"
-    )
+        raise RecipeError(f"model_name_or_path: {not_loadable(model_path)}") from error
 
 
 def _trainer(
@@ -186,7 +225,7 @@ def _trainer(
             f"the weights of {model_path} cannot be read, {error}: download or save them again"
         ) from error
     except OSError as error:
-        raise _missing_model(model_path) from error
+        raise RecipeError(f"model_name_or_path: {not_loadable(model_path)}") from error
     except ValueError as error:  # some settings are checked only here
         raise RecipeError(one_line(error)) from error
     for callback in (PrinterCallback, ProgressCallback):

@@ -18,12 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from troll_lab.lock import locked
 from troll_lab.recipes import RecipeError
-from troll_lab.runs.build import model_path
+from troll_lab.runs.build import check_same_run, model_path
 from troll_lab.runs.comparison import read_comparison
 from troll_lab.runs.comparison_files import write_comparison
 from troll_lab.runs.comparison_tables import console_table
-from troll_lab.runs.folders import check_same_run, claim
-from troll_lab.runs.grid import PlannedRun
+from troll_lab.runs.grid import PlannedRun, claim
 from troll_lab.runs.recorded import MANIFEST, read_summary
 from troll_lab.runs.slots import Slot, environments, gpus
 from troll_lab.terminal import say
@@ -71,7 +70,7 @@ def compare(
     with _locked(folder) as lock:
         runs = claim(folder, command, runs, settled)
         for run in runs:
-            check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
+            check_same_run(run.settings, folder / run.name, may_differ=lambda name: name == "output_dir")
         waiting = [run for run in runs if not _is_finished(folder / run.name)]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         devices = [] if all(run.recipe.training.use_cpu for run in runs) else gpus()

@@ -1,4 +1,4 @@
-"""A comparison as tables: on the terminal, in Markdown for a README, and as JSON for other programs; and its files."""
+"""A comparison as tables: on the terminal, in Markdown for a README, and as JSON for other programs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from troll_lab.runs.recorded import Measure
 from troll_lab.runs.statistics import SeedMean
 from troll_lab.runs.text import markdown_table
 
-_UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
+#: The units of results and of differences, after a number; and in words.
+UNITS: dict[Measure, str] = {"success": " %", "reward": ""}
+DIFFERENCE_UNITS: dict[Measure, str] = {"success": " points", "reward": ""}
+_IN_UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
+_IN_DIFFERENCE_UNITS: dict[Measure, str] = {"success": "in percentage points", "reward": "in units of the reward"}
+
 _ROUNDING = 1e-12  # equal differences differ by this much
-_DIFFERENCE_UNITS: dict[Measure, str] = {"success": "in percentage points", "reward": "in units of the reward"}
 
 
 def cell(group: Group | None) -> str:
@@ -84,7 +88,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
 def console_table(comparison: Comparison) -> Table:
     """The table for a terminal."""
     measure = comparison.measure
-    title = f"final held-out {measure}, {_UNITS[measure]}: mean ± standard deviation (seeds)"
+    title = f"final held-out {measure}, {_IN_UNITS[measure]}: mean ± standard deviation (seeds)"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for surrogate in comparison.surrogates:
@@ -98,7 +102,7 @@ def markdown(comparison: Comparison) -> str:
     """The same table, and the paired differences, in Markdown."""
     measure = comparison.measure
     parts = [
-        f"Final held-out {measure}, {_UNITS[measure]}: mean ± standard deviation over seeds (number of seeds).",
+        f"Final held-out {measure}, {_IN_UNITS[measure]}: mean ± standard deviation over seeds (number of seeds).",
         markdown_table(["", *comparison.surrogates], [[name, *texts] for name, texts in _rows(comparison)]),
     ]
     if comparison.differences:
@@ -107,7 +111,7 @@ def markdown(comparison: Comparison) -> str:
             for found in comparison.differences
         ]
         parts += [
-            f"Paired differences over common seeds, {_DIFFERENCE_UNITS[measure]}, with 95 % t intervals (number of "
+            f"Paired differences over common seeds, {_IN_DIFFERENCE_UNITS[measure]}, with 95 % t intervals (number of "
             "seeds).",
             markdown_table(["", "minus", "difference"], differences),
         ]

@@ -1,4 +1,4 @@
-"""The grid of a comparison: recipes times the values of some fields, as single runs with readable names."""
+"""The grid of a comparison: recipes times the values of some fields, as single runs with readable names, on record."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from troll.files import json_text, read_json, write_atomically
 from troll.trl.surrogates import SURROGATES
 from troll_lab import recipes
+from troll_lab.lock import ANOTHER_FOLDER
 from troll_lab.recipes import Recipe, RecipeError
+from troll_lab.runs.recorded import MANIFEST
+from troll_lab.terminal import raised_as
 from troll_lab.trl import LabConfig
 
 #: The values of each field, as on the command line; none for a flag such as `--use_cpu`.
@@ -191,3 +195,51 @@ def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[
 def _readable(name: str, value: str) -> str:
     value = re.sub(r"[^\w.+-]+", "_", value)[:40]
     return value if name == "surrogate" else f"{name.rpartition('.')[2]}={value}"
+
+
+def claim(
+    folder: Path, command: str | None, runs: Sequence[PlannedRun], settled: Sequence[str] = ()
+) -> list[PlannedRun]:
+    """Writes the manifest of a comparison: its command and the settings of every run.
+
+    The `settled` fields are those whose values were chosen for each method.
+
+    Returns:
+        The runs. A recorded one keeps its name, which has fewer fields if the grid was smaller.
+
+    Raises:
+        RecipeError: If the folder holds a run that is not in the grid.
+    """
+    names: dict[str, str] = {}  # of recorded runs, by their names in this grid
+    for name, settings in _recorded(folder).items():
+        likely = sorted(runs, key=lambda run: run.name != name)  # the first is the usual case
+        same = next((run.name for run in likely if not recipes.differences(settings, run.settings)), None)
+        if same is None:
+            closest = min((recipes.differences(settings, run.settings) for run in likely), key=len)
+            raise RecipeError(
+                f"{folder} holds another comparison: its run {name} is not in this grid ({closest[0]}); "
+                f"{ANOTHER_FOLDER}"
+            )
+        if same == name or same not in names:
+            names[same] = name
+    named = [replace(run, name=names.get(run.name, run.name)) for run in runs]
+    if len({run.name for run in named}) < len(named):
+        raise RecipeError(f"{folder} holds other runs of these names: {ANOTHER_FOLDER}")
+    content = {
+        "command": command,
+        "settled": list(settled),
+        "recipes": {run.name: run.recipe.name for run in named},
+        "runs": {run.name: run.settings for run in named},
+    }
+    write_atomically(folder / MANIFEST, json_text(content, indent=2) + "\n")
+    return named
+
+
+def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """The settings of the recorded runs by name; empty before the manifest is written."""
+    manifest = folder / MANIFEST
+    with raised_as(RecipeError):
+        recorded: Any = read_json(manifest).get("runs") if manifest.is_file() else {}
+    if not isinstance(recorded, dict) or not all(isinstance(settings, dict) for settings in recorded.values()):
+        raise RecipeError(f"{manifest} is not the manifest of a comparison: {ANOTHER_FOLDER}")
+    return recorded

@@ -10,9 +10,9 @@ from huggingface_hub import HfApi, ModelCardData
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from trl import GRPOConfig
 
+from troll_lab.evaluation.estimators import wilson_interval
 from troll_lab.evaluation.training_task import TASK_FILE, TrainingTask
 from troll_lab.recipes import Recipe, as_argument
-from troll_lab.runs.statistics import wilson_interval
 from troll_lab.runs.text import duration, markdown_table, percent
 from troll_lab.runs.toy_network import TOY_MODELS
 from troll_lab.tasks import Task

@@ -59,11 +59,12 @@ class RunResult:
         write_atomically(folder / "summary.json", json_text(summary, indent=2))
         _write_verdicts(folder, trainer, run.task)
         run.trained_on.write(folder / "model")
+        report = _write_report(folder)
         self.write_card()
         shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
         if status == "finished" and trainer.hub_model_id is not None:
             say(console, push(folder / "model", trainer.hub_model_id, run.recipe.training))
-        _print_outcome(summary, folder, console)
+        _print_outcome(summary, folder, report, console)
 
     def write_card(self, *_: Any, **__: Any) -> None:
         """Writes the model card; takes the arguments of TRL's `create_model_card`, which it replaces."""
@@ -173,8 +174,18 @@ def _machine() -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
-    """Prints the outcome of a run and where its files are, and writes its report."""
+def _write_report(folder: Path) -> str:
+    """Writes the report of a run, and returns a line to print: where it is, or why there is none."""
+    try:
+        from troll_lab.reports.run_page import write_report
+
+        return f"report  {write_report(folder)}"
+    except ImportError as error:
+        return f"no report: {error}"
+
+
+def _print_outcome(summary: Mapping[str, Any], folder: Path, report: str, console: Console) -> None:
+    """Prints the outcome of a run and where its files are."""
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
         gain = f"{100 * (after - before):+.1f} points"
@@ -185,12 +196,7 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     # The report's time: of a resumed run, the seconds of this command would be only a part.
     say(console, f"time    {duration(summary['training_seconds'])} in training, {summary['steps']} steps")
     say(console, f"model   {folder / 'model'}")
-    try:
-        from troll_lab.reports.run_page import write_report
-
-        say(console, f"report  {write_report(folder)}")
-    except ImportError as error:
-        say(console, f"no report: {error}")
+    say(console, report)
     if summary["status"] != "finished":
         how = "it has no complete checkpoint yet to resume from"
         if newest_complete(folder)[0] is not None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import string
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from troll.settings import number, parse
 from troll_lab.runs.toy_network import (
     EOS,
     IGNORED_LABEL,
@@ -27,11 +28,13 @@ from troll_lab.runs.toy_network import (
     pad_right,
     shuffled_batches,
     token_losses,
+    warm_up_progress,
 )
 from troll_lab.runs.toy_text_model import toy_text_model
 from troll_lab.tasks import free_text
 from troll_lab.tasks.reasoning_gym import PLAIN, SPLITS, Question, questions
 from troll_lab.tasks.registry import TaskConfig, TaskError, is_file, registration_of
+from troll_lab.terminal import raised_as
 
 logger = logging.getLogger(__name__)
 
@@ -63,45 +66,16 @@ class WarmUp:
     """
 
     target_success: float | None = 0.3
-    max_steps: int = 2000
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    rise_steps: int = 20
-    fall_steps: int = 1
-    num_questions: int = 32768
-    test_size: int = 256
-    test_every: int = 25
-    format_share: float = 1.0
+    max_steps: int = number(2000, "an integer, at least 1")
+    batch_size: int = number(32, "an integer, at least 1")
+    learning_rate: float = number(1e-3, "finite and above 0")
+    rise_steps: int = number(20, "an integer, at least 1")
+    fall_steps: int = number(1, "an integer, at least 1")
+    num_questions: int = number(32768, "an integer, at least 1")
+    test_size: int = number(256, "an integer, at least 1")
+    test_every: int = number(25, "an integer, at least 1")
+    format_share: float = number(1.0, "in (0, 1]")
     task_options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.format_share <= 1:
-            raise TaskError(f"warm_up: format_share must be above 0 and at most 1, got {self.format_share}")
-        for name in ("max_steps", "batch_size", "rise_steps", "fall_steps", "num_questions", "test_size", "test_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise TaskError(f"warm_up: {name} must be an integer, at least 1, got {value!r}")
-        if not isinstance(self.task_options, dict):
-            raise TaskError(f"warm_up: task_options must be a mapping, got {self.task_options!r}")
-        if not self.learning_rate > 0:
-            raise TaskError(f"warm_up: learning_rate must be above 0, got {self.learning_rate}")
-
-    @classmethod
-    def of(cls, config: TaskConfig) -> WarmUp:
-        """The warm-up of a task: the defaults, overridden by its `warm_up`.
-
-        Raises:
-            TaskError: If `warm_up` names an unknown field, or a value cannot be used.
-        """
-        given = dict(config.warm_up) if isinstance(config.warm_up, dict) else {}
-        known = [each.name for each in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise TaskError(f"warm_up has no field {name!r}; it has {', '.join(known)}")
-        try:
-            return cls(**given)
-        except TypeError as error:
-            raise TaskError(f"warm_up has a value of the wrong type: {error}") from error
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -153,7 +127,11 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
             f"the toy model learns '{free_text.NAME}' and 'reasoning_gym:<data set>' tasks, not "
             f"{task_config.task!r}: name another model with --model_name_or_path"
         )
-    warm_up, tokenizer = WarmUp.of(task_config), character_tokenizer()
+    with raised_as(TaskError):
+        warm_up = parse(WarmUp, task_config.warm_up, "warm_up", "the toy model")
+    if not isinstance(warm_up.task_options, dict):
+        raise TaskError(f"warm_up: task_options must be a mapping, got {warm_up.task_options!r}")
+    tokenizer = character_tokenizer()
     config = model_config(tokenizer, name)
     settings = asdict(warm_up)
     options = task_config.options | settings.pop("task_options")
@@ -190,7 +168,6 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.learning_rate)
     success, target = 0.0, warm_up.target_success
     test = _encode(tokenizer, tested, [_written(question, share == 1) + EOS for question in tested])
-    beginnings = _encode(tokenizer, tested, [begins] * len(tested))
 
     def learn_batch(batch: list[int], format_share: float) -> None:
         drawn = [learned[index] for index in batch]
@@ -201,10 +178,9 @@ def _train(
         answers = [_written(question, form) + EOS for question, form in zip(drawn, formatted, strict=True)]
         learn(model, optimizer, *_encode(tokenizer, drawn, answers))
 
-    columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn()) as progress:
+    batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps + _CALIBRATION_STEPS)
+    with warm_up_progress() as progress:
         bar = progress.add_task("", total=warm_up.max_steps)
-        batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps + _CALIBRATION_STEPS)
         for step, batch in enumerate(islice(batches, warm_up.max_steps), start=1):
             rising, falling = step / warm_up.rise_steps, (warm_up.max_steps + 1 - step) / warm_up.fall_steps
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, rising, falling)
@@ -219,16 +195,9 @@ def _train(
         result = {"steps": step, "success": success}
         if share < 1:
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate / 10
-            probability = _mean_probability(model, *beginnings)
-            for batch in islice(batches, _CALIBRATION_STEPS):
-                if abs(probability - share) <= _CALIBRATION_TOLERANCE * share:
-                    break
-                # Learning twice the share raises a low probability; learning plain answers only lowers a high one.
-                learn_batch(batch, min(2 * share, 1.0) if probability < share else 0.0)
-                probability = _mean_probability(model, *beginnings)
+            beginnings = _encode(tokenizer, tested, [begins] * len(tested))
+            probability = _calibrate(model, beginnings, share, learn_batch, batches)
             result |= {"success": _mean_probability(model, *test), "format_probability": probability}
-            if abs(probability - share) > _CALIBRATION_TOLERANCE * share:
-                logger.warning("answers begin like the format with %.3f, not with format_share=%g", probability, share)
     if target is not None and success < target:
         logger.warning(
             "warm-up ended after %d steps with a success of %.0f %%, below its target of %.0f %%: choose task options "
@@ -238,6 +207,26 @@ def _train(
             100 * target,
         )
     return result
+
+
+def _calibrate(
+    model: PreTrainedModel,
+    beginnings: tuple[torch.Tensor, torch.Tensor],
+    share: float,
+    learn_batch: Callable[[list[int], float], None],
+    batches: Iterator[list[int]],
+) -> float:
+    """Learns until the probability of the format's beginning is near its share, and returns it."""
+    probability = _mean_probability(model, *beginnings)
+    for batch in islice(batches, _CALIBRATION_STEPS):
+        if abs(probability - share) <= _CALIBRATION_TOLERANCE * share:
+            break
+        # Learning twice the share raises a low probability; learning plain answers only lowers a high one.
+        learn_batch(batch, min(2 * share, 1.0) if probability < share else 0.0)
+        probability = _mean_probability(model, *beginnings)
+    if abs(probability - share) > _CALIBRATION_TOLERANCE * share:
+        logger.warning("answers begin like the format with %.3f, not with format_share=%g", probability, share)
+    return probability
 
 
 def _written(question: Question, formatted: bool) -> str:

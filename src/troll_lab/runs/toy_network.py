@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -115,6 +116,12 @@ def cached_model(
 def default_cache_dir() -> Path:
     """Returns the folder `troll` in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "troll"
+
+
+def warm_up_progress() -> Progress:
+    """The progress bar of a warm-up, not yet started."""
+    columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, TimeElapsedColumn())
 
 
 def pad_right(rows: list[torch.Tensor], fill: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -21,6 +20,7 @@ from troll_lab.runs.toy_network import (
     pad_right,
     shuffled_batches,
     token_losses,
+    warm_up_progress,
 )
 from troll_lab.tasks.free_text import paragraphs
 
@@ -116,8 +116,7 @@ def _train(
 ) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.learning_rate)
     best, weights, step = float("inf"), model.state_dict(), 0
-    columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn()) as progress:
+    with warm_up_progress() as progress:
         bar = progress.add_task("", total=warm_up.max_steps)
         batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps)
         for step, batch in enumerate(batches, start=1):

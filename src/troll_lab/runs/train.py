@@ -1,27 +1,34 @@
-"""`troll train`: one run, from a recipe to a folder with a model, its metrics and a report."""
+"""`troll train`: one run, from a recipe to a folder with a model, its metrics and a report.
+
+The run from top to bottom is `train_command`, `train` and `_train`; below are the trainer's callbacks.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from troll.files import json_text, write_atomically
+from troll.trl.seam import micro_batches_done
 from troll.trl.ungraded import NothingJudgedError
 from troll_lab import recipes
 from troll_lab.evaluation.training_task import TrainingTask
 from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
-from troll_lab.runs.build import BuiltRun, build
-from troll_lab.runs.folders import LOCK
-from troll_lab.runs.interrupt import StopAfterRollout
+from troll_lab.runs.build import LOCK, BuiltRun, build
 from troll_lab.runs.recorded import ANSWERS, HELD_OUT, SUCCESS, read_metrics
 from troll_lab.runs.result import RunResult
 from troll_lab.tasks import Task
@@ -40,6 +47,7 @@ SHOWN = (
     ("projected", "trust_region/projected_fraction", "{:.1%}"),
     ("clipped", "clip_ratio/region_mean", "{:.1%}"),
 )
+_STOPPING = b"\ntroll: stopping at the end of the rollout, with a checkpoint; Ctrl-C again stops at once\n"
 
 
 def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
@@ -142,9 +150,7 @@ class RunFiles(TrainerCallback):
         self.path, self.task = folder / "metrics.jsonl", task
         self.answers, self.eval_metrics = folder / ANSWERS, eval_metrics
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the files with what the checkpoint had; for a new run, they are empty."""
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
@@ -152,23 +158,23 @@ class RunFiles(TrainerCallback):
             kept = [row for row in read_metrics(self.answers) if row["step"] <= state.global_step] if resumed else []
             write_atomically(self.answers, "".join(map(_line, kept)))
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends the newest log."""
         if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
             with self.path.open("a") as file:
                 file.write(_line(state.log_history[-1]))
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends answers of an evaluation on the task that is trained on."""
         if state.is_world_process_zero and "eval_loss" in kwargs["metrics"]:
             row = {"step": state.global_step, "answers": [asdict(each) for each in self.eval_metrics.answers]}
             with self.answers.open("a") as file:
                 file.write(_line(row))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes `task.json` into the checkpoint."""
         if state.is_world_process_zero:
-            self.task.write(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+            self.task.write(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
 
 class ProgressLine(TrainerCallback):
@@ -180,19 +186,17 @@ class ProgressLine(TrainerCallback):
         self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
         self.latest: dict[str, str] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the bar at the run's first step."""
         self.bar = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
         if state.is_world_process_zero and self.console.is_terminal:
             self.progress.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Moves the bar."""
         self.progress.update(self.bar, completed=state.global_step)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the newest figures."""
         logs = state.log_history[-1]
         shown = {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
@@ -219,12 +223,60 @@ class OtherTasks(TrainerCallback):
     def __init__(self, trainer: LabTrainer, tasks: Sequence[Task]) -> None:
         self.trainer, self.tasks = trainer, tasks
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
         if "eval_loss" in kwargs["metrics"]:
             for task in self.tasks:
                 with judged_by(self.trainer, task.reward_funcs, task.reward_weights):
                     self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
+
+
+class StopAfterRollout(TrainerCallback):
+    """Ends a training that was interrupted by Ctrl-C where a resumed run repeats an uninterrupted one bit for bit.
+
+    In the middle of a rollout, a checkpoint would lack the rollout's completions.
+
+    Args:
+        trainer: The trainer, whose other callbacks run before this one.
+
+    Attributes:
+        stopped: Whether it has ended the training before its last step.
+    """
+
+    def __init__(self, trainer: LabTrainer) -> None:
+        self._trainer, self._asked, self.stopped = trainer, False, False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the first Ctrl-C within the context; the second raises KeyboardInterrupt, as without it.
+
+        Does nothing outside the main thread, the only one to get signals, or if SIGINT has another handler already.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with contextlib.suppress(OSError):
+            # The signal may have interrupted `print`, which cannot be called again before it returns.
+            os.write(2, _STOPPING)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Saves and ends the training if a rollout has had all its updates; every process has to agree."""
+        trainer = self._trainer
+        if micro_batches_done(trainer) % trainer.args.rollout_steps or state.global_step >= state.max_steps:
+            return
+        asked = torch.tensor([self._asked], device=trainer.accelerator.device)
+        if trainer.accelerator.gather(asked).any():
+            self.stopped = control.should_save = control.should_training_stop = True
 
 
 def _figures(shown: Mapping[str, str]) -> str:

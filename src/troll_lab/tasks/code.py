@@ -11,7 +11,7 @@ from typing import Any
 
 from troll_lab.rewards.code import GVISOR, CodeGrader, passed_fraction
 from troll_lab.rewards.demands import PACKAGES, borrowed_packages, needs_plain
-from troll_lab.rewards.program import parse_tests
+from troll_lab.rewards.tests import parse_tests
 from troll_lab.tasks.dataset_task import (
     FLAG,
     NUMBER,
@@ -27,7 +27,8 @@ from troll_lab.tasks.dataset_task import (
     without,
 )
 from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Divide, Row, Rows, Source
+from troll_lab.tasks.rows import Column, Row, Rows
+from troll_lab.tasks.splits import Source
 from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
 from troll_sandbox.cases import Tests
 from troll_sandbox.limits import MEBIBYTE
@@ -55,22 +56,13 @@ def load_code(
     config: TaskConfig,
     source: Source,
     *,
-    columns: dict[str, Column],
     read: Read,
     style: PromptStyle,
-    divide: Divide | None = None,
 ) -> Task:
     """Loads a task whose examples have the column `tests`, for `troll_lab.rewards.code.CodeGrader`.
 
-    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and `sandbox`
-    ("gvisor", or the address of a server, to test the programs instead), `overlong` of `take_shaping`, those of
-    `dataset_task`, and two about running the tests:
-
-    - `compare`: how printed text is compared unless the tests specify it, "tokens" or "numbers"; see
-      `troll_sandbox.output.same_output`.
-    - `plain_tests`: which tests that are code run in the program's process, where a program can fake its verdict: those
-      that specify it ("stated"); also those without a specification that need it, as far as
-      `troll_lab.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
+    docs/tasks.md describes its options: those of `CodeGrader`, `compare` and `plain_tests` (see `_Running`), `overlong`
+    of `take_shaping`, and those of `dataset_task`.
 
     Warns about rows whose tests need the program's process or run there, and about rows whose tests take a package's
     name from the program. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is
@@ -83,10 +75,10 @@ def load_code(
     options = Options(config)
     partial_credit = options.take("partial_credit", FLAG, False)
     settings = _take_settings(options)
-    running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
+    running = _Running(options, on_server=settings["sandbox"] not in (None, GVISOR))
     shaping = take_shaping(options, answer_format=None)
 
-    def rewards() -> Iterator[tuple[Reward, float]]:
+    def rewards() -> Iterator[tuple[Reward, float]]:  # begins when all options have been checked
         try:
             grader = CodeGrader(**settings)
         except (SandboxError, ValueError) as error:
@@ -100,11 +92,9 @@ def load_code(
         config,
         source,
         options,
-        columns=columns,
         read=lambda row: running.example(row, read(row)),
         style=style,
         rewards=rewards(),
-        divide=divide,
     )
     running.warn()
     return task
@@ -122,9 +112,13 @@ class _Running:
         self._noted: dict[str, list[str]] = defaultdict(list)
 
     def example(self, row: Row, example: Example) -> Example:
-        """Returns the example with the options applied to its tests, and notes warnings."""
+        """Returns the example with its tests checked and the options applied to them, and notes warnings."""
         text = example.columns["tests"]
-        tests, fields = parse_tests(text), read_json(text)
+        try:
+            tests = parse_tests(text)
+        except ValueError as error:
+            raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error}") from error
+        fields = read_json(text)
         settings = self._settings(row, tests, fields)
         if all(getattr(tests, name) == value for name, value in settings.items()):
             return example
@@ -169,21 +163,26 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
     """
 
     def read(row: Row) -> Example:
-        prompt, entry_point = row.text("prompt"), row.text("entry_point")
-        tests = {"check": row.text("test"), "entry_point": entry_point, "setup": prompt}
-        columns = {"tests": _checked(row, "test", tests), "prefix": prompt}
+        prompt = row.text("prompt")
+        tests = {"check": row.text("tests"), "entry_point": row.text("entry_point"), "setup": prompt}
+        columns = {"tests": write_json(tests), "prefix": prompt}
         return Example(prompt, columns, reference=row.value("canonical_solution"))
 
     return load_code(
         config,
-        Source("openai/openai_humaneval", train=None),
-        columns={
-            **{name: Column((name,)) for name in ("prompt", "test", "entry_point")},
-            "canonical_solution": Column(("canonical_solution",), required=False),
-        },
+        Source(
+            "openai/openai_humaneval",
+            {
+                "prompt": Column(("prompt",)),
+                "tests": Column(("test",)),
+                "entry_point": Column(("entry_point",)),
+                "canonical_solution": Column(("canonical_solution",), required=False),
+            },
+            train=None,
+        ),
         read=read,
         style=PromptStyle(
-            "{question}", "Complete this function.\n\n```python\n{question}```\n\n{instruction}", INSTRUCTION
+            "{question}", INSTRUCTION, "Complete this function.\n\n```python\n{question}```\n\n{instruction}"
         ),
     )
 
@@ -208,20 +207,23 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
         if names:
             tests["names"] = names
         question = "\n".join((row.text("prompt").strip(), "Your code should pass these tests:", "", *asserts))
-        return Example(question, {"tests": _checked(row, "tests", tests)}, reference=reference or None)
+        return Example(question, {"tests": write_json(tests)}, reference=reference or None)
 
     return load_code(
         config,
-        Source("google-research-datasets/mbpp", "full"),
-        columns={
-            "prompt": Column(("text", "prompt")),
-            "tests": Column(("test_list",)),
-            "setup": Column(("test_setup_code",), required=False),
-            "reference": Column(("code",), required=False),
-        },
+        Source(
+            "google-research-datasets/mbpp",
+            {
+                "prompt": Column(("text", "prompt")),
+                "tests": Column(("test_list",)),
+                "setup": Column(("test_setup_code",), required=False),
+                "reference": Column(("code",), required=False),
+            },
+            "full",
+            divide=_as_published,
+        ),
         read=read,
-        style=PromptStyle(_COMMENT, _ASKED, INSTRUCTION),
-        divide=_as_published,
+        style=PromptStyle(_COMMENT, INSTRUCTION, _ASKED),
     )
 
 
@@ -235,29 +237,33 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
             tests = eurus_tests(read_json(text))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error!r:.80}") from error
-        return Example(question, {"tests": _checked(row, "tests", tests)})
+        return Example(question, {"tests": write_json(tests)})
 
     return load_code(
         config,
-        Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "code")),
-        columns={"prompt": Column(("prompt",)), "tests": Column(("reward_model.ground_truth",))},
+        Source(
+            "PRIME-RL/Eurus-2-RL-Data",
+            {"prompt": Column(("prompt",)), "tests": Column(("reward_model.ground_truth",))},
+            held_out="validation",
+            only=("ability", "code"),
+        ),
         read=read,
-        style=PromptStyle(_ASKED, _ASKED, INSTRUCTION),
+        style=PromptStyle(_ASKED, INSTRUCTION),
     )
 
 
-def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
+def load_tested(config: TaskConfig, source: Source) -> Task:
     """Loads a task from two columns of a data set, `prompt` and `tests`; arguments as for `load_code`.
 
-    Tests are JSON as `troll_lab.rewards.program` reads it, or a list of assert statements.
+    Tests are JSON as `parse_tests` reads it, or a list of assert statements.
     """
 
     def read(row: Row) -> Example:
-        tests: Any = {"asserts": _asserts(row)} if isinstance(row.value("tests"), list) else row.text("tests")
-        return Example(row.text("prompt"), {"tests": _checked(row, "tests", tests)})
+        is_list = isinstance(row.value("tests"), list)
+        tests = write_json({"asserts": _asserts(row)}) if is_list else row.text("tests")
+        return Example(row.text("prompt"), {"tests": tests})
 
-    style = PromptStyle(_ASKED, _ASKED, INSTRUCTION)
-    return load_code(config, source, columns=columns, read=read, style=style)
+    return load_code(config, source, read=read, style=PromptStyle(_ASKED, INSTRUCTION))
 
 
 def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
@@ -281,7 +287,7 @@ def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
 
 
 def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns tests of Eurus in the form that `troll_lab.rewards.program` reads.
+    """Returns tests of Eurus in the form that `parse_tests` reads.
 
     Lines may come as lists, and the arguments and the result of a call as JSON.
 
@@ -295,16 +301,6 @@ def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
     calls = [[read_json(line) for line in each.split("\n")] if isinstance(each, str) else each for each in inputs]
     results = [read_json(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs]
     return {"function": name, "inputs": calls, "outputs": results}
-
-
-def _checked(row: Row, field: str, tests: dict[str, Any] | str) -> str:
-    """The column `tests`, after checking that the grader can read it."""
-    text = tests if isinstance(tests, str) else write_json(tests)
-    try:
-        parse_tests(text)
-    except ValueError as error:
-        raise row.error(f"has no tests in its field {row.columns[field]!r}: {error}") from error
-    return text
 
 
 def _asserts(row: Row) -> list[str]:

@@ -12,7 +12,8 @@ from datasets import Dataset, concatenate_datasets
 
 from troll_lab.rewards.answers import AnswerFormat, FormatReward
 from troll_lab.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
-from troll_lab.tasks.rows import Column, Divide, Row, Rows, Source, UnfitColumn, read_splits
+from troll_lab.tasks.rows import Column, Row, Rows, UnfitColumn
+from troll_lab.tasks.splits import Source, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
 # Arrow's 32-bit offsets allow 2 GiB of text in a column: a few thousand rows, if their tests are long.
@@ -108,6 +109,11 @@ class Options:
                 raise TaskError(f"task {self._task!r} reads no column {name!r}; it reads {', '.join(defaults)}")
         return {name: Column((given[name],)) if name in given else defaults[name] for name in defaults}
 
+    @property
+    def left(self) -> dict[str, Any]:
+        """The options that were not taken."""
+        return dict(self._given)
+
     def finish(self) -> None:
         """Refuses options that were not taken."""
         for name in self._given:
@@ -139,13 +145,13 @@ class PromptStyle:
 
     Attributes:
         plain: The template of a plain text, with `{question}` and optionally `{instruction}`.
-        chat: The template of a message, with the same placeholders.
         instruction: The sentence that asks for the format of the answer.
+        chat: The template of a message, with the same placeholders; None for that of a plain text.
     """
 
     plain: str
-    chat: str
-    instruction: str
+    instruction: str = ""
+    chat: str | None = None
 
     def fill(self, template: str, question: str) -> str:
         """Returns a template with its placeholders filled. All other braces stay, since mathematics uses them."""
@@ -158,12 +164,10 @@ def dataset_task(
     source: Source,
     options: Options,
     *,
-    columns: Mapping[str, Column],
     read: Read,
     style: PromptStyle,
     rewards: Iterable[tuple[Reward, float]],
     skip_unanswered: bool = False,
-    divide: Divide | None = None,
 ) -> Task:
     """Makes a task from a data set.
 
@@ -173,15 +177,13 @@ def dataset_task(
 
     Args:
         config: The path of the data, and the sizes.
-        source: The hub's data set.
+        source: The data set, with the columns to read unless the option names others.
         options: The options of the task, without those that the caller has taken.
-        columns: The columns to read, by the task's names for them, if the option does not name others.
         read: A function that returns a row's example; raises TaskError if the row lacks something.
         style: The templates of prompts, unless the option `prompt` is set.
         rewards: The rewards, each with its weight; the first is named `success`. They are made after the options are
             checked.
         skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
-        divide: See `read_splits`.
 
     Returns:
         The task. Its data sets have the column `prompt`, the columns of the examples, and `chat_prompt` if it differs.
@@ -193,13 +195,13 @@ def dataset_task(
     template = options.take("prompt", TEXT)
     if template is not None and "{question}" not in template:
         raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
-    style = style if template is None else replace(style, plain=template, chat=template)
+    style = style if template is None else replace(style, plain=template, chat=None)
     system_prompt, examples = options.take("system_prompt", TEXT), options.take("examples", PAIRS, [])
-    columns = options.columns(columns)
+    columns = options.columns(source.columns)
     skip_unanswered = options.take("skip_unanswered", FLAG, skip_unanswered)
     options.finish()
     weighted = list(rewards)
-    train, test = read_splits(config, source, divide)
+    train, test = read_splits(config, source)
     held_out = _examples(test, columns, read, skip_unanswered)
     # All held-out rows, not only those that are evaluated: a larger eval_size must not find training rows.
     asked = {spaced_once(example.question) for example in held_out}
@@ -216,7 +218,7 @@ def dataset_task(
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
         references=[example.reference for example in (*learned, *held_out[: config.eval_size])],
-        hub_dataset=None if config.dataset_path else source.name,
+        hub_dataset=None if config.dataset_path or source.path else source.name,
     )
 
 
@@ -296,7 +298,7 @@ def _dataset(examples: Sequence[Example], style: PromptStyle) -> Dataset:
     for start in range(0, len(examples), _ROWS_AT_ONCE):
         part = examples[start : start + _ROWS_AT_ONCE]
         columns: dict[str, list[Any]] = {"prompt": [style.fill(style.plain, example.question) for example in part]}
-        if style.chat != style.plain:
+        if style.chat is not None:
             columns[CHAT_PROMPT] = [style.fill(style.chat, example.question) for example in part]
         columns |= {name: [example.columns[name] for example in part] for name in part[0].columns}
         parts.append(Dataset.from_dict(columns))

@@ -2,13 +2,12 @@
 
 import ast
 import functools
-import hashlib
 import pydoc_data.topics
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from datasets import Dataset
 
@@ -16,11 +15,10 @@ from troll.grading import completion_text
 from troll_lab.rewards.style import Style
 from troll_lab.tasks.dataset_task import Options, whole_number
 from troll_lab.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task
+from troll_lab.tasks.splits import Split, sixteenth
 
 NAME = "free_text"
 DEFAULT_PROMPT_WORDS = 4
-
-Split = Literal["eval", "warmup", "train"]
 
 # The sixteenths of the paragraphs in each split: a language model needs most of them to learn to write.
 SIXTEENTHS: dict[Split, range] = {"eval": range(2), "train": range(2, 5), "warmup": range(5, 16)}
@@ -69,11 +67,8 @@ def load(config: TaskConfig, argument: str = "") -> Task:
 
 
 def paragraphs(split: Split) -> list[list[str]]:
-    """Returns the paragraphs of one split, each as its sentences; the SHA-256 of its text assigns one to a split."""
-    sixteenths = SIXTEENTHS[split]
-    return [
-        _SENTENCE_END.split(text) for text in _prose() if hashlib.sha256(text.encode()).digest()[0] % 16 in sixteenths
-    ]
+    """Returns the paragraphs of one split, each as its sentences."""
+    return [_SENTENCE_END.split(text) for text in _prose() if sixteenth(text) in SIXTEENTHS[split]]
 
 
 @functools.cache

@@ -11,9 +11,10 @@ from troll_lab.rewards.mathematics import MathGrader
 from troll_lab.tasks.dataset_task import Options
 from troll_lab.tasks.mathematics import check_math_verify
 from troll_lab.tasks.registry import Task, TaskConfig, register_task, spaced_once
-from troll_lab.tasks.rows import Column, Rows, Source, read_splits
+from troll_lab.tasks.rows import Column, Rows
+from troll_lab.tasks.splits import Source, read_splits
 
-_COLUMNS = {name: Column((name,)) for name in ("images", "problem", "answer")}
+_SOURCE = Source("hiyouga/geometry3k", {name: Column((name,)) for name in ("images", "problem", "answer")})
 _FEATURES = Features({"images": List(Image()), "prompt": Value("string"), "answer": Value("string")})
 
 #: The data set's mark for a diagram in a text; TRL puts the images before the text.
@@ -33,9 +34,9 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     """
     check_math_verify()
     options = Options(config)
-    columns = options.columns(_COLUMNS)
+    columns = options.columns(_SOURCE.columns)
     options.finish()
-    train, test = read_splits(config, Source("hiyouga/geometry3k"))
+    train, test = read_splits(config, _SOURCE)
     held_out, asked = _to_prompts(test, columns)
     first = train.select(range(len(train))[: config.train_size])
     return Task(

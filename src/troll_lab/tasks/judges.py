@@ -19,6 +19,8 @@ class Judge(Enum):
     TEXT = "text"
 
 
+_CODE = "its verifier evaluates the answer as Python code, and an answer can be written in many ways"
+
 #: How each data set of reasoning-gym 0.1.25 is judged, or the reason why it is refused. A comment says why the text is
 #: compared although the data set has a verifier that does more than this.
 JUDGES: dict[str, Judge | str] = {
@@ -46,7 +48,7 @@ JUDGES: dict[str, Judge | str] = {
     "composite": "it mixes other data sets, each of which is judged in its own way",
     "count_bits": Judge.TEXT,
     "count_primes": Judge.TEXT,
-    "countdown": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
+    "countdown": _CODE,
     "course_schedule": Judge.TEXT,
     "cryptarithm": "its verifier reads only the last of several digits for a letter",
     "decimal_arithmetic": "its verifier rewards answers that are only near, and its own are rounded at every step",
@@ -63,9 +65,7 @@ JUDGES: dict[str, Judge | str] = {
     "graph_color": "its verifier reads only the last of several colours for a vertex",
     "group_anagrams": "its verifier reads only the names in an object that stands for a group",
     "gsm_symbolic": Judge.TEXT,  # its verifier reads the first number of any text, without its sign
-    "intermediate_integration": (
-        "its verifier evaluates the answer as Python code, and an answer can be written in many ways"
-    ),
+    "intermediate_integration": _CODE,
     "isomorphic_strings": Judge.TEXT,
     "jugs": "its verifier ignores text after a move, and there are many solutions",
     "kakurasu": Judge.TEXT,  # its verifier ignores other characters
@@ -82,7 +82,7 @@ JUDGES: dict[str, Judge | str] = {
     "maze": Judge.TEXT,
     "mini_sudoku": Judge.TEXT,
     "modulo_grid": Judge.TEXT,
-    "n_queens": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
+    "n_queens": _CODE,
     "needle_haystack": Judge.VERIFIER,
     "number_filtering": Judge.TEXT,
     "number_format": "its verifier rewards neighbouring numbers, and no format of the number is asked for",
@@ -92,15 +92,13 @@ JUDGES: dict[str, Judge | str] = {
     "palindrome_partitioning": "its verifier reads only the names in an object that stands for a partition",
     "path_star": Judge.VERIFIER,
     "polynomial_equations": "its verifier ignores words, and a solution can be written in several ways",
-    "polynomial_multiplication": (
-        "its verifier evaluates the answer as Python code, and an answer can be written in many ways"
-    ),
+    "polynomial_multiplication": _CODE,
     "pool_matrix": "its verifier rewards an error of one percent, and a number can be written in several ways",
     "power_function": Judge.VERIFIER,
     "prime_factorization": Judge.VERIFIER,
     "products": Judge.VERIFIER,
     "propositional_logic": "its verifier can take minutes, and rewards a copy of a premise",
-    "puzzle24": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
+    "puzzle24": _CODE,
     "quantum_lock": "its verifier reads the letters A, B and C of any words, and there are several solutions",
     "ransom_note": Judge.TEXT,
     "rearc": Judge.TEXT,  # its verifier ignores lines that begin with `Shape:`
@@ -114,7 +112,7 @@ JUDGES: dict[str, Judge | str] = {
     "shortest_path": Judge.VERIFIER,
     "simple_equations": Judge.TEXT,
     "simple_geometry": Judge.TEXT,
-    "simple_integration": "its verifier evaluates the answer as Python code, and an answer can be written in many ways",
+    "simple_integration": _CODE,
     "sokoban": "its verifier skips what is not a move, and there are many solutions",
     "spell_backward": Judge.TEXT,  # its verifier rewards extra letters after the word
     "spiral_matrix": Judge.TEXT,  # its verifier evaluates the answer as Python code

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from datasets import Dataset
@@ -32,9 +30,10 @@ from troll_lab.tasks.registry import (
     registration_of,
     spaced_once,
 )
-from troll_lab.tasks.rows import Column, Row, Source
-from troll_lab.terminal import UsageError, one_line
-from troll_lab.user_files import import_file
+from troll_lab.tasks.rows import Column, Row
+from troll_lab.tasks.splits import SUFFIXES, Source
+from troll_lab.terminal import UsageError
+from troll_lab.user_files import import_file, load_function
 from troll_lab.values import read_yaml
 
 # The fields of a YAML file, and their types.
@@ -170,15 +169,19 @@ def load_file(config: TaskConfig) -> Task:
     path = Path(name).expanduser()
     if not path.is_file():
         raise TaskError(f"task {config.task!r}: there is no file {path}")
-    if path.name.endswith(".py"):
-        return _load_python(path, config, argument)
-    if argument:
+    is_python = path.name.endswith(".py")
+    if argument and not is_python:
         raise TaskError(f"task {config.task!r}: a YAML file takes no argument after a colon")
-    return _load_yaml(path, config)
+    try:
+        return _load_python(path, config, argument) if is_python else _load_yaml(path, config)
+    except TaskError:
+        raise
+    except UsageError as error:  # of a Python file that cannot be imported
+        raise TaskError(str(error)) from error
 
 
 def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
-    load = getattr(_import(path), "load", None)
+    load = getattr(import_file(path), "load", None)
     if not callable(load):
         raise TaskError(f"{path} must define load(config, argument), which returns a troll_lab.tasks.Task")
     task = load(config, argument)
@@ -189,28 +192,21 @@ def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
 
 def _load_yaml(path: Path, config: TaskConfig) -> Task:
     fields = _yaml_fields(path)
-    columns = {name: Column((column,)) for name, column in fields["columns"].items()}
-    local, source = _yaml_source(path, fields)
-    config = replace(
-        config,
-        dataset_path=config.dataset_path or local,
-        task_options={**fields.get("task_options", {}), **config.options},
-    )
-    if config.dataset_path != local:
-        source = replace(source, held_out_file=None)
+    source = _yaml_source(path, fields)
+    config = replace(config, task_options={**fields.get("task_options", {}), **config.options})
     reward = fields["reward"]
     if reward in _REWARDS:
         answer, load = _REWARDS[reward]
-        if set(columns) != {"prompt", answer}:
-            given = ", ".join(columns)
+        if set(source.columns) != {"prompt", answer}:
+            given = ", ".join(source.columns)
             raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {given}")
-        return replace(load(config, source, columns=columns), files=[path])
+        return replace(load(config, source), files=[path])
     function, file = load_function(reward, path.parent, f"{path}: reward", *_REWARDS)
-    task = _load_rewarded(config, source, columns, function)
+    task = _load_rewarded(config, source, function)
     return replace(task, files=[path, file] if file else [path])
 
 
-def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
+def _load_rewarded(config: TaskConfig, source: Source, reward: RewardFunc) -> Task:
     """A task whose reward gets all columns except the prompt, as text, under the names of the YAML file."""
     options = Options(config)
     instructions = {"none": ""} | INSTRUCTIONS
@@ -218,15 +214,14 @@ def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column
     template = "{question}\n{instruction}" if instruction else "{question}"
 
     def read(row: Row) -> Example:
-        return Example(row.text("prompt"), {name: row.answer(name) for name in columns if name != "prompt"})
+        return Example(row.text("prompt"), {name: row.answer(name) for name in source.columns if name != "prompt"})
 
     return dataset_task(
         config,
         source,
         options,
-        columns=columns,
         read=read,
-        style=PromptStyle(template, template, instruction),
+        style=PromptStyle(template, instruction),
         rewards=[(reward, 1.0)],
     )
 
@@ -257,61 +252,20 @@ def _yaml_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _yaml_source(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
-    """The path of the local data, None if the file names none; and the hub's data set."""
+def _yaml_source(path: Path, fields: dict[str, Any]) -> Source:
     local = path.parent / Path(fields["dataset"]).expanduser()
-    source = Source(
+    held_out = path.parent / Path(fields["eval_dataset"]).expanduser() if "eval_dataset" in fields else None
+    if not local.exists():
+        if held_out is not None:
+            raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
+        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in SUFFIXES:
+            raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
+    return Source(
         fields["dataset"],
+        {name: Column((column,)) for name, column in fields["columns"].items()},
         fields.get("dataset_config"),
         train=fields.get("train_split", "train"),
         held_out=fields.get("eval_split", "test"),
+        path=local if local.exists() else None,
+        held_out_path=held_out,
     )
-    if not local.exists():
-        if "eval_dataset" in fields:
-            raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
-        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in (".json", ".jsonl", ".parquet"):
-            raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
-        return None, source
-    if "eval_dataset" in fields:
-        source = replace(source, held_out_file=path.parent / Path(fields["eval_dataset"]).expanduser())
-    return str(local), source
-
-
-def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Callable[..., Any], Path | None]:
-    """Loads a user's function, and returns it with its file; None for a module without one.
-
-    Args:
-        name: `FILE.py:function` or `module:function`.
-        folder: The folder that a file's path is relative to.
-        label: The field or option with the name, for errors.
-        *others: Other possible values of the field, for errors.
-
-    Raises:
-        TaskError: If the function does not exist, or its file or module cannot be imported.
-    """
-    module, colon, attribute = name.rpartition(":")
-    if not colon or not attribute.isidentifier():
-        takes = ", ".join((*others, "FILE.py:function or module:function"))
-        raise TaskError(f"{label} must be {takes}, got {name!r}")
-    if module.endswith(".py"):
-        source = folder / Path(module).expanduser()
-        if not source.is_file():
-            raise TaskError(f"{label}: there is no file {source}")
-        found = _import(source)
-    else:
-        try:
-            found = importlib.import_module(module)
-        except Exception as error:  # a user's module can raise anything
-            raise TaskError(f"{label}: cannot import {module}: {one_line(error)}") from error
-    function = getattr(found, attribute, None)
-    if not callable(function):
-        raise TaskError(f"{label}: {module} has no function {attribute!r}")
-    file = getattr(found, "__file__", None)
-    return function, None if file is None else Path(file)
-
-
-def _import(path: Path) -> ModuleType:
-    try:
-        return import_file(path)
-    except UsageError as error:
-        raise TaskError(str(error)) from error

@@ -20,7 +20,8 @@ from troll_lab.tasks.dataset_task import (
     without,
 )
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Row, Source
+from troll_lab.tasks.rows import Column, Row
+from troll_lab.tasks.splits import Source
 
 _TEMPLATE = "{question}\n{instruction}"
 
@@ -40,29 +41,18 @@ _DAPO = (
 _EURUS = (r"Present the answer in LaTex format: \boxed{Your answer}",)
 
 
-def mathematics(
-    name: str,
-    about: str,
-    source: Source,
-    *,
-    question: tuple[str, ...] = ("problem", "question"),
-    answer: tuple[str, ...] = ("answer", "solution"),
-    **settings: Any,
-) -> None:
+def mathematics(name: str, about: str, source: Source, **settings: Any) -> None:
     r"""Registers a task: questions in text, each with one answer that math-verify can compare.
 
     Args:
         name: The name that users type.
         about: What it asks, in one sentence.
-        source: Its data set on the hub.
-        question: The columns of the question, in order of preference.
-        answer: The columns of the answer, in order of preference.
+        source: Its data set.
         **settings: More arguments of `load_mathematics`.
     """
-    columns = {"prompt": Column(question), "answer": Column(answer)}
 
     def load(config: TaskConfig, argument: str) -> Task:
-        return load_mathematics(config, source, columns=columns, **settings)
+        return load_mathematics(config, source, **settings)
 
     register_task(name, trains=source.train is not None, about=about)(load)
 
@@ -71,7 +61,6 @@ def load_mathematics(
     config: TaskConfig,
     source: Source,
     *,
-    columns: dict[str, Column],
     gold: Callable[[str], str] | None = None,
     instructions: tuple[str, ...] = (),
     skip_unanswered: bool = False,
@@ -84,8 +73,7 @@ def load_mathematics(
 
     Args:
         config: The options, the sizes, and local data to take instead of the source.
-        source: Its data set on the hub.
-        columns: The columns of `prompt` and `answer`.
+        source: Its data set, with columns for `prompt` and `answer`.
         gold: A function that extracts the answer from the text of its column, and raises ValueError if there is none;
             by default `boxed_or_whole`.
         instructions: Sentences about the form of the answer, which are removed from questions.
@@ -119,9 +107,8 @@ def load_mathematics(
         config,
         source,
         options,
-        columns=columns,
         read=read,
-        style=PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]),
+        style=PromptStyle(_TEMPLATE, INSTRUCTIONS[answer_format]),
         rewards=[(MathGrader(answer_format, positive_symbols=positive_symbols), 1.0), *shaping],
         skip_unanswered=skip_unanswered,
     )
@@ -175,52 +162,53 @@ def after_hashes(solution: str) -> str:
     return answer
 
 
-_EURUS_DATA = Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "math"))
-_IN_EURUS = ("reward_model.ground_truth",)
-_DAPO_DATA = Source("open-r1/DAPO-Math-17k-Processed", "all")
-
+_COLUMNS = {"prompt": Column(("problem", "question")), "answer": Column(("answer", "solution"))}
 _COMPETITIONS = "Problems of mathematics competitions."
 
 mathematics(
     "gsm8k",
     "Word problems of primary school, whose answer is a number.",
-    Source("openai/gsm8k", "main"),
-    answer=("answer",),
+    Source("openai/gsm8k", {"prompt": Column(("problem", "question")), "answer": Column(("answer",))}, "main"),
     gold=after_hashes,
 )
-mathematics("math", _COMPETITIONS, Source("nlile/hendrycks-MATH-benchmark"))
+mathematics("math", _COMPETITIONS, Source("nlile/hendrycks-MATH-benchmark", _COLUMNS))
 mathematics(
     "dapo_math",
     "Problems of mathematics competitions, whose answer is a whole number.",
-    _DAPO_DATA,
-    question=("prompt",),
-    answer=(*_IN_EURUS, "solution"),
+    Source(
+        "open-r1/DAPO-Math-17k-Processed",
+        {"prompt": Column(("prompt",)), "answer": Column(("reward_model.ground_truth", "solution"))},
+        "all",
+    ),
     instructions=_DAPO,
 )
 mathematics(
     "eurus_math",
     "Problems of mathematics, from school to olympiads.",
-    _EURUS_DATA,
-    question=("prompt",),
-    answer=_IN_EURUS,
+    Source(
+        "PRIME-RL/Eurus-2-RL-Data",
+        {"prompt": Column(("prompt",)), "answer": Column(("reward_model.ground_truth",))},
+        held_out="validation",
+        only=("ability", "math"),
+    ),
     instructions=_EURUS,
 )
-mathematics("math500", _COMPETITIONS, Source("HuggingFaceH4/MATH-500", train=None))
+mathematics("math500", _COMPETITIONS, Source("HuggingFaceH4/MATH-500", _COLUMNS, train=None))
 mathematics(
     "aime24",
     "Problems of AIME 2024, whose answer is a whole number.",
-    Source("HuggingFaceH4/aime_2024", train=None, held_out="train"),
+    Source("HuggingFaceH4/aime_2024", _COLUMNS, train=None, held_out="train"),
 )
-mathematics("amc23", "Problems of AMC 2023, whose answer is a number.", Source("math-ai/amc23", train=None))
+mathematics("amc23", "Problems of AMC 2023, whose answer is a number.", Source("math-ai/amc23", _COLUMNS, train=None))
 mathematics(
     "minerva_math",
     "Problems of physics and other sciences at university.",
-    Source("math-ai/minervamath", train=None),
+    Source("math-ai/minervamath", _COLUMNS, train=None),
     positive_symbols=True,
 )
 mathematics(
     "omni_math",
     "Problems of mathematics olympiads.",
-    Source("KbsdJames/Omni-MATH", train=None),
+    Source("KbsdJames/Omni-MATH", _COLUMNS, train=None),
     skip_unanswered=True,
 )

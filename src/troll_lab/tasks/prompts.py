@@ -2,7 +2,8 @@
 
 from troll_lab.tasks.dataset_task import Example, Options, PromptStyle, dataset_task
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll_lab.tasks.rows import Column, Source
+from troll_lab.tasks.rows import Column
+from troll_lab.tasks.splits import Source
 
 
 @register_task("prompts[:<hub data set>]", about="Prompts without answers, for a reward model.")
@@ -21,10 +22,9 @@ def load(config: TaskConfig, hub_name: str) -> Task:
         raise TaskError("task 'prompts' has no data: name a hub data set, prompts:<hub data set>, or --dataset_path")
     return dataset_task(
         config,
-        Source(hub_name),
+        Source(hub_name, {"prompt": Column(("prompt",))}),
         Options(config),
-        columns={"prompt": Column(("prompt",))},
         read=lambda row: Example(row.text("prompt"), {}),
-        style=PromptStyle("{question}", "{question}", ""),
+        style=PromptStyle("{question}"),
         rewards=[],
     )

@@ -1,9 +1,8 @@
 """Tasks of reasoning-gym: generated questions, split so that training and evaluation share none, and their judges."""
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -15,8 +14,7 @@ from troll_lab.tasks.attempts import attempt_rewards, overthought
 from troll_lab.tasks.dataset_task import PAIRS, TEXT, Kind, Options
 from troll_lab.tasks.judges import JUDGES, Judge, judge_of
 from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
-
-Split = Literal["eval", "warmup", "train"]
+from troll_lab.tasks.splits import Split, sixteenth
 
 DEFAULT_TRAIN_SIZE = 4096
 
@@ -36,7 +34,6 @@ _ANSWER_FORMAT = Kind(
     lambda value: isinstance(value, str) and value.count(PLAIN) == 1 and "<answer>" not in value,
 )
 _PROBABILITY = Kind("a probability between 0 and 1", lambda value: isinstance(value, float) and 0 < value < 1)
-_OWN_OPTIONS = ("prompt", "system_prompt", "examples", "answer_format", "attempts", "random_reward")
 
 # Some verifiers take quadratic time: a longer answer is wrong, unless the data set's own is half as long.
 _MOST_CHARACTERS = 10_000
@@ -67,6 +64,48 @@ class Question:
         return self.answer_format.replace(PLAIN, self.answer)
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The options of a task; docs/tasks.md says more of them.
+
+    Attributes:
+        prompt: Template of a prompt, with `{question}` and the names of the metadata, e.g. `"{expression} ="`.
+        system_prompt: As in `Task`.
+        examples: As in `Task`.
+        answer_format: Template of a success, with `{answer}` and names of the metadata, e.g. `"<{answer}>"`.
+        attempts: The text between attempts at the answer, of which the last counts; None for one attempt. Warm-up
+            answers have one to five right attempts, and every eighth begins with a wrong one.
+        random_reward: The probability of a random reward of 1; None for no random rewards.
+        of_data_set: The other options, which are fields of the data set's configuration.
+    """
+
+    prompt: str
+    system_prompt: str | None
+    examples: Sequence[tuple[str, str]]
+    answer_format: str
+    attempts: str | None
+    random_reward: float | None
+    of_data_set: dict[str, Any]
+
+
+def _options(data_set: str, given: dict[str, Any]) -> _Options:
+    options = Options(TaskConfig(f"reasoning_gym:{data_set}", task_options=given))
+    answer_format = options.take("answer_format", _ANSWER_FORMAT, PLAIN)
+    separator = Kind(
+        "a text, without an answer_format",
+        lambda value: isinstance(value, str) and value != "" and answer_format == PLAIN,
+    )
+    return _Options(
+        prompt=options.take("prompt", TEXT, "{question}"),
+        system_prompt=options.take("system_prompt", TEXT),
+        examples=[(first, second) for first, second in options.take("examples", PAIRS, [])],
+        answer_format=answer_format,
+        attempts=options.take("attempts", separator),
+        random_reward=options.take("random_reward", _PROBABILITY),
+        of_data_set=options.left,
+    )
+
+
 @register_task("reasoning_gym:<data set>", about="Questions that reasoning-gym generates and judges.")
 def load(config: TaskConfig, data_set: str) -> Task:
     """Loads a data set of reasoning-gym, with its own generator.
@@ -75,22 +114,10 @@ def load(config: TaskConfig, data_set: str) -> Task:
     own answer, without spaces around it: `JUDGES` says which, and which data sets are refused. The answer is the text
     in the last `<answer>...</answer>` of a completion, or the whole completion if it has no such tag.
 
-    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes six more
-    options:
-
-    - `prompt`, a template with the question's text as `{question}` (the default), and everything in its metadata under
-      the metadata's own name, e.g. `"{expression} ="` for `chain_sum`.
-    - `system_prompt`, a message before every prompt; a paragraph, without a chat template.
-    - `examples`, pairs of a prompt and its answer before every prompt: turns of a conversation; paragraphs, without a
-      chat template.
-    - `answer_format`, a template with `{answer}` and names of the metadata, e.g. `"<{answer}>"` or
-      `"{expression} = {answer}"`: only an answer in this format is a success. Two more rewards, of weight 0, then
-      measure how many answers are in the format (`formatted`), and how many are right with or without it (`right`).
-    - `attempts`, a text between attempts at the answer, e.g. `" wait "`: the last attempt counts. Two rewards are
-      added: `redundant`, of weight 0.5, is a reward of tokens, -1 for each token between the end of the first right
-      attempt and the end of a right text; and `length`, of weight 0, is minus the number of tokens. Warm-up answers
-      have one to five right attempts, and every eighth begins with a wrong one.
-    - `random_reward`: completions get a random reward, 1 with this probability; success then has weight 0.
+    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes the options
+    of `_Options`. With an `answer_format`, two more rewards, of weight 0, measure how many answers are in the format
+    (`formatted`), and how many are right with or without it (`right`). With `attempts`, the rewards are those of
+    `attempt_rewards`. With a `random_reward`, success has weight 0.
 
     Training and evaluation never share a question, even in a small space of questions: see `questions`. 256 questions
     are held out for an `eval_size` of None. The data sets have the columns `prompt` and `question_id`.
@@ -100,19 +127,18 @@ def load(config: TaskConfig, data_set: str) -> Task:
     """
     if config.dataset_path is not None:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
-    options = Options(config)
-    system_prompt, examples = options.take("system_prompt", TEXT), options.take("examples", PAIRS, [])
+    options = _options(data_set, config.options)
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
-    verifier, asked = _create(data_set, config.options), train + held_out
+    verifier, asked = _create(data_set, options.of_data_set), train + held_out
     rewards, weights = _rewards(verifier, asked), [1.0, 0.0, 0.0]
-    if (separator := config.options.get("attempts")) is not None:
-        rewards = attempt_rewards(separator, lambda text, index: is_correct(verifier, text, asked[index]))
+    if options.attempts is not None:
+        rewards = attempt_rewards(options.attempts, lambda text, index: is_correct(verifier, text, asked[index]))
         weights = [1.0, 0.5, 0.0]
     elif asked[0].answer_format == PLAIN:  # the other two rewards have no use then
         rewards, weights = rewards[:1], weights[:1]
-    if (probability := config.options.get("random_reward")) is not None:
-        rewards.append(_random_reward(_PROBABILITY.checked("random_reward", probability)))
+    if options.random_reward is not None:
+        rewards.append(_random_reward(options.random_reward))
         weights = [0.0] * len(weights) + [1.0]
     return Task(
         name=config.task,
@@ -120,8 +146,8 @@ def load(config: TaskConfig, data_set: str) -> Task:
         eval_dataset=_to_dataset(held_out, first_id=len(train)),
         reward_funcs=rewards,
         reward_weights=weights if len(weights) > 1 else None,
-        system_prompt=system_prompt,
-        examples=[(first, second) for first, second in examples],
+        system_prompt=options.system_prompt,
+        examples=options.examples,
     )
 
 
@@ -134,7 +160,7 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
     Args:
         data_set: A data set of reasoning-gym, e.g. `chain_sum`.
-        options: The options of the data set and of the task (see `load`).
+        options: The options of the data set and of the task.
         split: `"eval"`, `"warmup"` or `"train"`.
         size: The number of questions to draw.
 
@@ -145,24 +171,20 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
         TaskError: If the data set or an option is unknown, refused or unusable, or if the split holds hardly any
             questions.
     """
-    template = TEXT.checked("prompt", options.get("prompt", "{question}"))
-    answer_format = _ANSWER_FORMAT.checked("answer_format", options.get("answer_format", PLAIN))
-    separator = options.get("attempts")
-    if separator is not None and (not isinstance(separator, str) or not separator or answer_format != PLAIN):
-        raise TaskError(f"task option attempts must be a text, without an answer_format, got {separator!r}")
+    taken = _options(data_set, options)
     draws = size * _DRAWS_PER_QUESTION
     drawn: list[Question] = []
-    generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
+    generator = _create(data_set, taken.of_data_set, seed=_SEEDS[split], size=draws)
     for index in range(draws):
         entry = generator[index]
-        if hashlib.sha256(entry["question"].encode()).digest()[0] % 16 in _SIXTEENTHS[split]:
-            in_format = answer_format
+        if sixteenth(entry["question"]) in _SIXTEENTHS[split]:
+            in_format = taken.answer_format
             for name, value in entry["metadata"].items():
                 if name != "answer":  # all other braces stay: `<{{answer}}>` is a format too
                     in_format = in_format.replace(f"{{{name}}}", str(value))
-            if separator is not None:
-                in_format = overthought(separator, PLAIN, drawn[-1].answer if drawn else "0", entry["question"])
-            drawn.append(Question(_format(template, data_set, entry), entry, in_format))
+            if taken.attempts is not None:
+                in_format = overthought(taken.attempts, PLAIN, drawn[-1].answer if drawn else "0", entry["question"])
+            drawn.append(Question(_format(taken.prompt, data_set, entry), entry, in_format))
         if len(drawn) == size:
             return drawn
     raise TaskError(
@@ -181,7 +203,7 @@ def _format(template: str, data_set: str, entry: dict[str, Any]) -> str:
         ) from error
 
 
-def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int = 1) -> Any:
+def _create(data_set: str, configuration: dict[str, Any], *, seed: int = 0, size: int = 1) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
@@ -192,12 +214,11 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
         raise TaskError(f"unknown reasoning-gym data set {data_set!r}{hint or ';'} it has {', '.join(usable)}")
     judge_of(data_set)
     known = {field.name for field in fields(DATASETS[data_set][1])} - {"seed", "size"}
-    configuration = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
     for name in configuration:
         if name in ("seed", "size"):
             raise TaskError(f"task option {name!r} is not for reasoning-gym tasks: use train_size and eval_size")
         if name not in known:
-            takes = sorted({*known, *_OWN_OPTIONS})
+            takes = sorted({*known, *(field.name for field in fields(_Options))} - {"of_data_set"})
             hint = did_you_mean(name, takes)
             raise TaskError(f"{data_set!r} has no option {name!r}{hint or ';'} it has {', '.join(takes)}")
     try:

@@ -82,7 +82,7 @@ class TaskConfig:
                 raise TaskError(f"{name} must be at least 1, got {size}")
         if isinstance(self.eval_tasks, str):
             self.eval_tasks = [self.eval_tasks]
-        self.other_tasks()
+        self.other_tasks()  # raises if an entry is not a task
 
     @property
     def options(self) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 
 from troll.trl.estimators import combine_rewards
 from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences, tokenizer_of
 from troll_lab.trl.critic import Critic
 from troll_lab.trl.estimators import TokenAdvantages, token_advantages
 from troll_lab.trl.resampling import equal_groups
-from troll_lab.trl.token_rewards import ask, needed, speaking, worths_of
+from troll_lab.trl.token_rewards import all_worths, needed_shares, places_of_token_rewards, token_worths
 
 #: The keys under which TRL's buffer carries the critic's values and targets, and the mask of both, (B, T) each.
 VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask"
@@ -59,16 +58,16 @@ def with_token_rewards(trainer: Any, of_tokens: TokenAdvantages, rolled_out: dic
     """
     mask, gather = loss_mask(rolled_out), trainer.accelerator.gather
     rewards = trainer.of_rows(trainer.rollout_rewards)
-    places = speaking(trainer.reward_funcs, trainer.reward_weights)
-    said = ask(trainer.reward_funcs, places, rewards, trainer.judged, tokenizer_of(trainer))
+    places = places_of_token_rewards(trainer.reward_funcs, trainer.reward_weights)
+    given = token_worths(trainer.reward_funcs, places, rewards, trainer.judged, tokenizer_of(trainer))
     width = int(gather(torch.tensor([mask.shape[1]], device=mask.device)).max())
-    worths = gather(worths_of(rewards, trainer.reward_weights, said, width))
+    worths = gather(all_worths(rewards, trainer.reward_weights, given, width))
     size = trainer.args.num_generations
     if places:
         by_position = worths.view(-1, size, width).transpose(1, 2).flatten()
         equal = equal_groups(by_position, size).view(-1, width).all(1)
         add_metrics(trainer, {"token_rewards/equal_groups": float(equal.float().mean())})
-        total, count = trainer.accelerator.reduce(needed(rewards, said), reduction="sum").tolist()
+        total, count = trainer.accelerator.reduce(needed_shares(rewards, given), reduction="sum").tolist()
         if count:
             add_metrics(trainer, {"token_rewards/needed_share": total / count})
             if trainer.resampling is not None:
@@ -77,27 +76,3 @@ def with_token_rewards(trainer: Any, of_tokens: TokenAdvantages, rolled_out: dic
     means = advantages.sum(-1) / mask.sum(-1).clamp(min=1)
     replace_logged_advantages(trainer, gather(means))
     return rolled_out | {"advantages": advantages}
-
-
-def make_critic(trainer: Any, given: Any) -> Critic:
-    """The critic of a trainer whose model is loaded.
-
-    Args:
-        trainer: The `LabTrainer`.
-        given: The `model` argument of the trainer: a name, or a model.
-    """
-    args, policy = trainer.args, trainer.model
-    other = args.critic_settings.model_name_or_path
-    # The critic's weights are float32 for any policy, so that small steps do not get lost. The policy's revision and
-    # quantisation belong to its own repository.
-    left_out = {"dtype", "device_map"} | ({"revision", "quantization_config"} if other else set())
-    with torch.random.fork_rng(devices=[]):  # so that other estimators with this seed have the same rollouts
-        return Critic(
-            trainer.accelerator,
-            other or (given if isinstance(given, str) else policy),
-            args,
-            peft_config=policy.peft_config[policy.active_adapter] if is_peft_model(policy) else None,
-            model_init_kwargs={
-                name: value for name, value in (args.model_init_kwargs or {}).items() if name not in left_out
-            },
-        )

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -30,21 +30,52 @@ _UNDER_WAY = "checkpoint-is-incomplete.txt"
 logger = logging.getLogger(__name__)
 
 
-def defect(checkpoint: Path) -> str | None:
-    """The defect of a checkpoint's folder in words; None if it is complete.
+class Judgement(NamedTuple):
+    """What a checkpoint's folder lacks.
+
+    Attributes:
+        defect: In words; None if the checkpoint is complete.
+        was_complete: Whether its marker says that it was complete once.
+    """
+
+    defect: str | None
+    was_complete: bool = False
+
+
+def judge(checkpoint: Path) -> Judgement:
+    """Judges a checkpoint's folder.
 
     A checkpoint is complete if its marker says so, every file still has its recorded size, and it does not hold only
     the model. A checkpoint without a marker, such as one of TRL's trainer, is complete if it has a readable
     `trainer_state.json`, which transformers writes last.
     """
-    return _judge(checkpoint)[0]
+    try:
+        marker = read_json(checkpoint / MARKER) if (checkpoint / MARKER).is_file() else {}
+        if marker.get("complete") is False:
+            return Judgement("the run ended while it was written")
+        if marker.get("complete") is not True or not isinstance(marker.get("files"), dict):  # none, or somebody else's
+            if not (checkpoint / _STATE).is_file():
+                return Judgement(f"it has no {_STATE}")
+            read_json(checkpoint / _STATE)
+            return Judgement(None)
+    except ValueError as error:
+        return Judgement(str(error))
+    for name, size in marker["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            return Judgement(f"{name} is missing", was_complete=True)
+        if path.stat().st_size != size:
+            return Judgement(f"{name} has {path.stat().st_size} bytes and had {size}", was_complete=True)
+    # Another optimizer and schedule would start with its model.
+    only_model = "it holds only the model (save_only_model)" if marker.get("only_model") else None
+    return Judgement(only_model, was_complete=True)
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
     """The complete checkpoint of the highest step, if any; and the defect of each checkpoint of a higher step."""
     passed_over: dict[Path, str] = {}
     for checkpoint in _checkpoints(output_dir):
-        lacks = defect(checkpoint)
+        lacks = judge(checkpoint).defect
         if lacks is None:
             return checkpoint, passed_over
         passed_over[checkpoint] = lacks
@@ -70,7 +101,7 @@ def check_complete(checkpoint: Path) -> None:
 
     The error names the defect, a checkpoint to take instead, and how to resume from this one if it once was complete.
     """
-    lacks, was_complete = _judge(checkpoint)
+    lacks, was_complete = judge(checkpoint)
     if lacks is None:
         return
     if not (checkpoint / MARKER).exists() and not (checkpoint / _STATE).exists():
@@ -165,29 +196,6 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _judge(checkpoint: Path) -> tuple[str | None, bool]:
-    """The defect of a checkpoint, see `defect`, and whether its marker says that it was complete once."""
-    try:
-        marker = read_json(checkpoint / MARKER) if (checkpoint / MARKER).is_file() else {}
-        if marker.get("complete") is False:
-            return "the run ended while it was written", False
-        if marker.get("complete") is not True or not isinstance(marker.get("files"), dict):  # none, or somebody else's
-            if not (checkpoint / _STATE).is_file():
-                return f"it has no {_STATE}", False
-            read_json(checkpoint / _STATE)
-            return None, False
-    except ValueError as error:
-        return str(error), False
-    for name, size in marker["files"].items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing", True
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes and had {size}", True
-    # Another optimizer and schedule would start with its model.
-    return "it holds only the model (save_only_model)" if marker.get("only_model") else None, True
-
-
 def _checkpoints(output_dir: Path) -> list[Path]:
     """The folders of checkpoints, the highest step first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
@@ -219,7 +227,7 @@ def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None
     if limit is None or limit <= 0:
         return
     for other in _checkpoints(checkpoint.parent):
-        lacks, was_complete = _judge(other)
+        lacks, was_complete = judge(other)
         # One that was not written to its end would count towards the limit, so a complete one would be deleted instead.
         # One that was changed later stays: somebody may have taken the optimizer's state out of it, to save space.
         if lacks is not None and not was_complete and other != checkpoint:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from troll.settings import described
+from troll.settings import described, number, parse
 from troll.trl import TrollConfig
 from troll.trl.estimators import ESTIMATORS
-from troll.trl.own_settings import number, parse
-from troll.trust_region.checks import check_choice
 from troll_lab.trl.estimators import LabEstimator
 
-#: The range of each number, a key of `troll.trl.ranges.RANGES`.
-NUMBERS: dict[str, tuple[str, ...]] = {
-    "finite and at least 0": ("eval_temperature",),
-    "in [0, 1]": ("resampling_right_share",),
-    "an integer, at least 0": ("resampling_rounds", "rollout_delay"),
-    "an integer, at least 1": ("generation_chunk_size",),
+#: The range of each number, a key of `troll.settings.RANGES`.
+NUMBERS: dict[str, str] = {
+    "eval_temperature": "finite and at least 0",
+    "generation_chunk_size": "an integer, at least 1",
+    "resampling_right_share": "in [0, 1]",
+    "resampling_rounds": "an integer, at least 0",
+    "rollout_delay": "an integer, at least 0",
 }
 
 
@@ -80,7 +79,8 @@ class LabConfig(TrollConfig):
 
     _VALID_DICT_FIELDS = [*TrollConfig._VALID_DICT_FIELDS, "critic_kwargs"]  # noqa: RUF012 (a field, if annotated)
 
-    read_by: ClassVar[str] = "troll_lab.trl.LabTrainer"
+    numbers = TrollConfig.numbers | NUMBERS
+    laboratory = True
 
     # Again, with its own text.
     advantage_estimator: str = field(default="group", metadata={"choices": ESTIMATORS})
@@ -91,12 +91,7 @@ class LabConfig(TrollConfig):
     rollout_delay: int = 0
     eval_temperature: float | None = None
 
-    def _check_estimator(self) -> None:
-        check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
-
-    def _check_values(self) -> None:
-        super()._check_values()
-        self._check_numbers(NUMBERS)
+    def _check_evaluation(self) -> None:
         if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
             raise ValueError(
                 "the temperature of generation_kwargs would replace eval_temperature in vLLM: set temperature instead"
@@ -106,7 +101,6 @@ class LabConfig(TrollConfig):
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
                 "or a temperature above 0"
             )
-        _ = self.critic_settings  # finds wrong ones before training
 
     def _check_reward(self) -> None:
         super()._check_reward()
@@ -140,6 +134,8 @@ class LabConfig(TrollConfig):
 
     def _check_generation(self) -> None:
         super()._check_generation()
+        self._check_evaluation()
+        _ = self.critic_settings  # finds wrong ones before training
         if self.rollout_delay and self.use_vllm:
             raise ValueError(
                 "rollout_delay changes the weights of transformers' generation, and vLLM has its own weights: set "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -259,6 +259,30 @@ class Critic:
         if state["optimizer"] is not None:
             set_optimizer_state_dict(self.model, self.optimizer.optimizer, state["optimizer"], options=_OPTIONS)
         self.steps = state["steps"]
+
+
+def make_critic(trainer: Any, given: Any) -> Critic:
+    """The critic of a trainer whose model is loaded.
+
+    Args:
+        trainer: The `LabTrainer`.
+        given: The `model` argument of the trainer: a name, or a model.
+    """
+    args, policy = trainer.args, trainer.model
+    other = args.critic_settings.model_name_or_path
+    # The critic's weights are float32 for any policy, so that small steps do not get lost. The policy's revision and
+    # quantisation belong to its own repository.
+    left_out = {"dtype", "device_map"} | ({"revision", "quantization_config"} if other else set())
+    with torch.random.fork_rng(devices=[]):  # so that other estimators with this seed have the same rollouts
+        return Critic(
+            trainer.accelerator,
+            other or (given if isinstance(given, str) else policy),
+            args,
+            peft_config=policy.peft_config[policy.active_adapter] if is_peft_model(policy) else None,
+            model_init_kwargs={
+                name: value for name, value in (args.model_init_kwargs or {}).items() if name not in left_out
+            },
+        )
 
 
 def _refuse(accelerator: Accelerator) -> None:

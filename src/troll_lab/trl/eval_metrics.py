@@ -19,8 +19,8 @@ from troll.trl.ungraded import UngradedFilter
 from troll_lab.evaluation.estimators import task_estimates
 from troll_lab.trl import seam
 
-#: The reward that tells success from failure, by its function's name.
-SUCCESS = "success"
+# The reward that tells success from failure, by its function's name.
+_SUCCESS_REWARD = "success"
 
 #: How many answers of an evaluation are kept for the report.
 _SHOWN = 5
@@ -50,7 +50,7 @@ class EvalMetrics:
     """
 
     def __init__(self, reward_funcs: Sequence[Any], names: Sequence[str]) -> None:
-        self._place = names.index(SUCCESS) if SUCCESS in names else None
+        self._place = names.index(_SUCCESS_REWARD) if _SUCCESS_REWARD in names else None
         reward = None if self._place is None else reward_funcs[self._place]
         self._grader = reward if isinstance(reward, Grader) else None
         self.start()
@@ -113,7 +113,7 @@ class EvalMetrics:
         counted = self.successes[: samples * min(len(groups), problems or len(groups))]
         scored = [reward for reward in counted if reward is not None]
         if scored:
-            found[f"rewards/{SUCCESS}/mean"] = fmean(scored)
+            found[f"rewards/{_SUCCESS_REWARD}/mean"] = fmean(scored)
         if grader is not None:
             found["rewards/unscored"] = 1 - len(scored) / len(counted)
         return found

@@ -17,7 +17,7 @@ from troll.trl.estimators import combine_rewards
 from troll.trl.seam import add_metrics, micro_batches_done
 from troll_lab.trl import seam
 from troll_lab.trl.checkpoints import load_state, save_state
-from troll_lab.trl.token_rewards import Judged, speaking
+from troll_lab.trl.token_rewards import Judged, places_of_token_rewards
 
 #: The file of a checkpoint with κ, where it adapts.
 RESAMPLING_STATE = "resampling.pt"
@@ -44,7 +44,7 @@ class Resampling:
     def __init__(self, trainer: Any) -> None:
         _refuse(trainer)
         self._trainer = trainer
-        self._adapts = bool(speaking(trainer.reward_funcs, trainer.reward_weights))
+        self._adapts = bool(places_of_token_rewards(trainer.reward_funcs, trainer.reward_weights))
         self.start()
 
     def start(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer import utils
 
-from troll.trl.seam.needed import method, refuse
+from troll.trl.seam.needed import lacking, method, refuse
 
 NEEDED = (
     method(GRPOTrainer, "__init__", "rewards of another task", uses="_logs reward_processing_classes"),
@@ -54,19 +53,7 @@ NEEDED = (
 FUNCTIONS = ("get_callable_name", "nanstd")
 
 
-def differences(trainer: type = GRPOTrainer, functions: Any = utils) -> Iterator[str]:
-    """Yields a sentence for each name that is needed here and that TRL lacks; nothing if all are there.
-
-    In tests, the arguments replace `GRPOTrainer` and `trl.trainer.utils`.
-    """
-    for needed in NEEDED:
-        yield from dataclasses.replace(needed, owner=trainer).missing()
-    for name in FUNCTIONS:
-        if not callable(getattr(functions, name, None)):
-            yield f"trl.trainer.utils.{name} is missing"
-
-
-refuse(list(differences()))
+refuse(lacking(NEEDED, FUNCTIONS))
 
 
 def replace_metrics(trainer: Any, metrics: dict[str, float]) -> None:

@@ -34,10 +34,10 @@ class Judged(NamedTuple):
 
 
 #: The worth of each token of a completion, by the index of the reward function and the index of the completion.
-Said = dict[tuple[int, int], Tensor]
+Worths = dict[tuple[int, int], Tensor]
 
 
-def speaking(reward_funcs: Sequence[Any], weights: Tensor) -> list[int]:
+def places_of_token_rewards(reward_funcs: Sequence[Any], weights: Tensor) -> list[int]:
     """The indices of the reward functions with a method `of_tokens`, without those of weight 0."""
     return [
         place
@@ -46,7 +46,9 @@ def speaking(reward_funcs: Sequence[Any], weights: Tensor) -> list[int]:
     ]
 
 
-def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, judged: Judged, tokenizer: Any) -> Said:
+def token_worths(
+    reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, judged: Judged, tokenizer: Any
+) -> Worths:
     """Calls the method `of_tokens` of reward functions for the completions that they have scored.
 
     Args:
@@ -59,7 +61,7 @@ def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, jud
     Raises:
         ValueError: If a function returns another number of completions or tokens than it was given.
     """
-    said: Said = {}
+    given: Worths = {}
     for place in places:
         rows = (~rewards[:, place].isnan()).nonzero().flatten().tolist()
         if not rows:
@@ -75,15 +77,15 @@ def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, jud
                 f"of_tokens of reward {get_callable_name(reward_funcs[place])!r} must return None or a number for each "
                 f"token of each completion, got {len(found)} for {len(rows)} completions{''.join(wrong[:1])}"
             )
-        said |= {
+        given |= {
             (place, row): torch.as_tensor(worths)
             for row, worths in zip(rows, found, strict=True)
             if worths is not None and len(worths)
         }
-    return said
+    return given
 
 
-def worths_of(rewards: Tensor, weights: Tensor, said: Said, width: int) -> Tensor:
+def all_worths(rewards: Tensor, weights: Tensor, given: Worths, width: int) -> Tensor:
     """The worth of each token, (n, `width`): w_it = Σ_f w_f r_fit over the functions that scored the completion.
 
     r_fit is the value of function f for token t. If f has no values for the tokens of a completion, and after the
@@ -92,21 +94,21 @@ def worths_of(rewards: Tensor, weights: Tensor, said: Said, width: int) -> Tenso
     Args:
         rewards: (n, F), NaN where a function returned None.
         weights: (F,), the weights of the functions.
-        said: The worths from `ask`.
+        given: The worths from `token_worths`.
         width: T, at least the length of the longest completion.
     """
     spread = rewards.unsqueeze(1).repeat(1, width, 1)
-    for (place, row), worths in said.items():
+    for (place, row), worths in given.items():
         spread[row, : len(worths), place] = worths.to(spread)
     return combine_rewards(spread.flatten(0, 1), weights).view(-1, width)
 
 
-def needed(rewards: Tensor, said: Said) -> Tensor:
+def needed_shares(rewards: Tensor, given: Worths) -> Tensor:
     """The sum of the completions' shares of needed tokens, and the number of these shares, (2,).
 
     A token is needed if its worth is at least the function's reward of the completion.
     """
     shares = [
-        float((worths.to(rewards) >= rewards[row, place]).float().mean()) for (place, row), worths in said.items()
+        float((worths.to(rewards) >= rewards[row, place]).float().mean()) for (place, row), worths in given.items()
     ]
     return torch.tensor([sum(shares), len(shares)], dtype=torch.float32, device=rewards.device)

@@ -13,12 +13,12 @@ from transformers.trainer_utils import has_length
 from troll.trl import TrollTrainer, checks
 from troll.trl.micro_batch import OldPolicy
 from troll_lab.trl import seam
-from troll_lab.trl.advantages import make_critic, train_critic, with_critic, with_token_rewards
+from troll_lab.trl.advantages import train_critic, with_critic, with_token_rewards
 from troll_lab.trl.callback import LabCallback
 from troll_lab.trl.checkpoints import marked, resolved
 from troll_lab.trl.config import LabConfig
 from troll_lab.trl.conversations import Conversations
-from troll_lab.trl.critic import Critic
+from troll_lab.trl.critic import Critic, make_critic
 from troll_lab.trl.eval_metrics import EvalMetrics, sampling_temperature
 from troll_lab.trl.generation import generate_in_chunks
 from troll_lab.trl.resampling import Resampling

@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from troll.huggingface.dropout import disable_dropout
 from troll.huggingface.positions import positions_from_mask
-from troll.trl.checks import disable_dropout
 
 
 class ValueHead(nn.Linear):

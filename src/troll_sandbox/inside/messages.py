@@ -158,7 +158,7 @@ def _put_defaultdict(encoder: _Encoder, value: Any, depth: int) -> None:
 
 
 def _put_dict(encoder: _Encoder, value: dict[Any, Any], depth: int) -> None:
-    # Without `collections` there is no Counter, and importing it for every program would take too long.
+    # Counter exists only if `collections` is imported, and importing it for every program would take too long.
     counter = getattr(sys.modules.get("collections"), "Counter", None)
     encoder.mapping(b"C" if counter and isinstance(value, counter) else b"d", value, depth)
 

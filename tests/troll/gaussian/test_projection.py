@@ -291,7 +291,7 @@ def test_projection_refuses_bad_bounds(name: str) -> None:
     mean_name = "kl_bound" if name == "joint" else "mean_bound"
     with pytest.raises(ValueError, match=rf"{mean_name} must be above 0, got 0"):
         PROJECTIONS[name](new, old, 0, 1.0)
-    with pytest.raises(ValueError, match=rf"{mean_name} must broadcast to \(3,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=rf"{mean_name} must broadcast to \(3\), got \(2\)"):
         PROJECTIONS[name](new, old, torch.ones(2), 1.0)
     if name != "joint":
         with pytest.raises(ValueError, match=r"covariance_bound must be above 0, got nan"):

@@ -331,7 +331,7 @@ def as_dict(module: nn.Module, args: Any, output: Any) -> Any:
 
 def rounded(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, ReadingOutput):
-        output.tensors = tuple(x.bfloat16() if x is not None and x.is_floating_point() else x for x in output.tensors)
+        output.tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in output.tensors.items()}
     return output
 
 

@@ -11,6 +11,7 @@ from tests.troll.huggingface.heads import CAPTURE, batch, captured, scored
 from tests.troll.trl import tiny
 from tests.troll.trl.tiny import assert_same_gradients, gradients, move
 from troll import Constraint, Truncation, huggingface
+from troll.huggingface.dropout import dropout_rates
 
 BOUND = 0.01
 
@@ -122,10 +123,10 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
             r"token id 48, and the embedding of LlamaForCausalLM has 48 rows: call model.resize_token_embeddings",
         ),
         ({"kl_bound": 0.0}, "kl_bound"),
-        ({"kl_bound": torch.full((2, 8), 0.05)}, r"kl_bound must broadcast to the token positions \(2, 7\)"),
+        ({"kl_bound": torch.full((2, 8), 0.05)}, r"kl_bound must broadcast to \(2, 7\)"),
         (
             {"constraint": Constraint.sequence(torch.ones(2, 8, dtype=torch.bool))},
-            r"constraint must be for the token positions \(2, 7\)",
+            r"the constraint's token positions must be \(2, 7\)",
         ),
         ({"temperature": 0.5}, r"temperature must be that of the old policy's capture, 0\.7, got 0\.5"),
     ],
@@ -179,6 +180,18 @@ def test_mask_of_a_prompt_is_refused():
     part = scored(inputs).clone()
     part[0] = False
     troll.troll_loss(step, advantages, part)
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout_ratio", "drop_rate", "drop_prob", "emb_pdrop", "ffn_dropout", "attn_dropout_p", "layerdrop"]
+)
+def test_dropout_rates_finds_the_rate_of_a_function_by_its_name(name):
+    module: Any = torch.nn.Identity()
+    setattr(module, name, 0.0)
+    module.drop_threshold, module.token_dropout, module.p = 0.4, True, 0.5
+    assert list(dropout_rates(module)) == []
+    setattr(module, name, 0.1)
+    assert list(dropout_rates(module)) == [(module, name)]
 
 
 #: Rates of layers and of functions, by architecture.

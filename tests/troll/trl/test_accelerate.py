@@ -22,11 +22,12 @@ from tests.troll.trl.tiny import assert_same_gradients
 from troll.trl.checks import refuse_an_empty_reference, refuse_model_parallelism, warn_about_saving
 
 
-@pytest.mark.parametrize("setting", ["tensor", "context", "sequence"])
+@pytest.mark.parametrize("setting", ["tp_size", "cp_size", "sp_size"])
 def test_model_parallelism_is_refused(setting):
-    refuse_model_parallelism(**dict.fromkeys(["tensor", "context", "sequence"], 1))
-    with pytest.raises(ValueError, match=r"cannot be used with \w\w_size=2: .* Set \w\w_size to 1, and share .* FSDP2"):
-        refuse_model_parallelism(**{**dict.fromkeys(["tensor", "context", "sequence"], 1), setting: 2})
+    sizes = {f"get_{name}": lambda: 1 for name in ("tp_size", "cp_size", "sp_size")}
+    refuse_model_parallelism(SimpleNamespace(**sizes))
+    with pytest.raises(ValueError, match=f"cannot be used with {setting}=2: .* Set {setting} to 1, and share .* FSDP2"):
+        refuse_model_parallelism(SimpleNamespace(**{**sizes, f"get_{setting}": lambda: 2}))
 
 
 def test_the_trainer_asks_before_it_prepares_anything(make, monkeypatch):

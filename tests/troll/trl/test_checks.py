@@ -1,6 +1,5 @@
 """Refusals and warnings before training starts."""
 
-import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,78 +9,16 @@ import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
+from tests.troll.huggingface.test_precision import Weights
 from tests.troll.trl import tiny
 from tests.troll.trl.engine import Engine, take_the_place_of_vllm
 from troll.trl import TrollTrainer
-from troll.trl.checks import disable_dropout, unresolved_share, warn_about_precision
+from troll.trl.checks import warn_about_precision
 from troll.trl.seam import sequences
 from troll_lab.evaluation.model import find_model, load_model
-
-
-class Weights(nn.Module):
-    """Normally distributed, as those of a language model."""
-
-    def __init__(self, dtype: torch.dtype, size: int = 20_000, spread: float = 0.03) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter((spread * torch.randn(size, generator=generator)).to(dtype))
-
-
-def share_that_stays(model: Weights, learning_rate: float) -> float:
-    """Of an AdamW whose gradients never change sign, so that every step is as long as the learning rate."""
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    for _ in range(20):
-        model.weight.grad = torch.where(before.sign() == 0, 1, before.sign())
-        optimizer.step()
-    return float((model.weight == before).float().mean())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("learning_rate", [1e-6, 1e-5, 1e-4, 1e-3])
-def test_the_share_that_an_optimiser_cannot_move_is_foreseen(dtype, learning_rate):
-    model = Weights(dtype)
-    foreseen = unresolved_share(model, learning_rate)
-    # By where in its binade a weight is, the bound is half a bit lower or higher.
-    assert foreseen == pytest.approx(share_that_stays(model, learning_rate), abs=0.1)
-    if dtype == torch.bfloat16:
-        expected = math.erfc(2**8.5 * learning_rate / 0.03 / math.sqrt(2))  # of N(0, 0.03)
-        assert foreseen == pytest.approx(expected, abs=0.04)
-
-
-def test_weights_that_are_not_trained_do_not_count():
-    model = nn.ModuleDict({"base": Weights(torch.bfloat16), "adapter": Weights(torch.float32, size=100)})
-    model["base"].requires_grad_(False)
-    assert unresolved_share(model, 1e-6) == 0
-    model["base"].requires_grad_(True)
-    assert unresolved_share(model, 1e-6) > 0.95
-    assert unresolved_share(nn.Identity(), 1e-6) == 0
-
-
-def test_sharded_weights_are_read_where_they_lie(tmp_path):
-    whole = Weights(torch.bfloat16)
-    expected = unresolved_share(whole, 1e-5)
-    assert 0.8 < expected < 0.99
-
-    gathered_later: Any = Weights(torch.bfloat16)  # as DeepSpeed leaves a parameter between uses
-    gathered_later.weight.ds_tensor, gathered_later.weight.data = gathered_later.weight.data, torch.empty(0)
-    assert unresolved_share(gathered_later, 1e-5) == expected
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = Weights(torch.bfloat16)
-        sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
-        assert unresolved_share(sharded, 1e-5) == expected
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -304,37 +241,6 @@ def test_single_tokens_are_trained_and_saved(make, surrogate, tied, tmp_path):
     torch.testing.assert_close(again, expected, rtol=0, atol=tiny.LOG_PROB_ERROR)
     merged = load_model(find_model(str(tmp_path / "adapter")), "float32")(ids).logits
     torch.testing.assert_close(merged, expected, rtol=0, atol=tiny.LOG_PROB_ERROR)
-
-
-class WithDropout(nn.Module):
-    """Rates as modules of transformers keep them, and other numbers whose names have "drop" in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.resid_dropout, self.attention_dropout, self.layerdrop = nn.Dropout(0.1), 0.2, 0.3
-        self.drop_threshold, self.token_dropout, self.p = 0.4, True, 0.5
-
-
-def test_disable_dropout_leaves_other_numbers_alone():
-    first, last = WithDropout(), nn.AlphaDropout(0.6)
-    disable_dropout(nn.Sequential(first, last))
-    assert (first.resid_dropout.p, first.attention_dropout, first.layerdrop, last.p) == (0, 0, 0, 0)
-    assert (first.drop_threshold, first.token_dropout, first.p) == (0.4, True, 0.5)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2"])
-def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
-    """Two models, with and without dropout, are the same afterwards in every number."""
-    sizes: dict[str, Any] = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
-    sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
-    names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
-    numbers = []
-    for rate in (0.0, 0.3):
-        changes: dict[str, Any] = {**sizes, **dict.fromkeys(names, rate)}
-        model = tiny.make_model(architecture, **changes)
-        disable_dropout(model)
-        numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])
-    assert numbers[0] == numbers[1]
 
 
 # Data sets that are too small

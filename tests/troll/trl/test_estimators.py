@@ -11,7 +11,6 @@ from transformers import HfArgumentParser
 from tests.tolerance import within
 from tests.troll.trl import estimators_contract, tiny
 from troll.trl import Estimator, TrollConfig, estimators, register_estimator
-from troll.trl.config import LABORATORY_ESTIMATORS
 
 NAN = math.nan
 ONES = torch.ones(6, dtype=torch.long)
@@ -142,10 +141,10 @@ def test_advantage_estimators_on_the_command_line_are_those_registered_when_it_i
     assert "'furthest'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("estimator", LABORATORY_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["rloo_tokens", "group_tokens", "gae"])
 def test_an_estimator_of_the_laboratory_is_refused_with_the_place_where_it_is(tmp_path, estimator):
     """Whether it is imported or not."""
-    with pytest.raises(ValueError, match=f"'{estimator}' needs LabConfig and LabTrainer of troll_lab.trl"):
+    with pytest.raises(ValueError, match=f"got '{estimator}'; LabConfig and LabTrainer of troll_lab.trl"):
         TrollConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator=estimator)
 
 

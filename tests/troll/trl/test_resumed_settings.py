@@ -105,7 +105,7 @@ def test_settings_hold_no_secret_and_every_field_of_the_configuration(tmp_path):
     )
     assert "secret" not in json.dumps(held)
     known = {name.partition(".")[0] for name in held}
-    own = {name for name in TrollConfig.__annotations__ if not name.startswith("_") and name != "read_by"}
+    own = {name for name in TrollConfig.__annotations__ if not name.startswith("_")}
     assert own - known == {"surrogate_kwargs"}, "a dictionary, of which every entry is a setting"
     assert held["model_init_kwargs"]["map"] == "object", "no address, which would differ in every run"
 

@@ -193,7 +193,7 @@ def test_every_setting_that_transformers_reads_for_its_processors_is_known_to_ch
     names = set(GenerationMixin._get_logits_processor.__code__.co_names) & vars(GenerationConfig()).keys()
     harmless = {"max_length", "use_cache", "renormalize_logits", "remove_invalid_values"}
     assert names & sampling.INERT == harmless
-    for name, default in sampling.seam.generation_defaults().items():
+    for name, default in GenerationConfig._get_default_generation_params().items():
         assert name in sampling.POLICY or name == "do_sample" or not sampling.changes_distribution(name, default)
 
 

@@ -15,24 +15,20 @@ from troll.trl import TrollTrainer
 from troll.trl.seam import load_whole_weights, needed
 
 
-def trainer_like(**changes: Any) -> type:
-    """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
-    names = [str(method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)]
-    methods = {name: getattr(GRPOTrainer, name) for name in names}
-    return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
-
-
-def test_differences_names_missing_methods_parameters_and_names():
-    assert list(needed.differences(trainer_like())) == []
-    (phrase,) = needed.differences(trainer_like(_calculate_rewards=None))
-    assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
+def test_differences_names_missing_methods_parameters_and_names(monkeypatch):
+    assert list(needed.differences()) == []
+    with monkeypatch.context() as patch:
+        patch.delattr(GRPOTrainer, "_calculate_rewards")
+        (phrase,) = needed.differences()
+    assert phrase.startswith("GRPOTrainer._calculate_rewards (the rewards of all processes")
     assert phrase.endswith("is missing")
-    first, *others = needed.differences(trainer_like(_compute_loss=lambda self, network, inputs: None))
-    assert first.startswith("OtherTrainer._compute_loss") and first.endswith("has no parameter model")
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, network, inputs: None)
+    first, *others = needed.differences()
+    assert first.startswith("GRPOTrainer._compute_loss") and first.endswith("has no parameter model")
     assert any(phrase.endswith("does not use old_per_token_logps") for phrase in others)
 
 
-def test_a_model_input_that_the_seam_does_not_know_is_named():
+def test_a_model_input_that_the_seam_does_not_know_is_named(monkeypatch):
     """The new policy would be read without it."""
     original = GRPOTrainer._get_per_token_logps_and_entropies
 
@@ -42,26 +38,28 @@ def test_a_model_input_that_the_seam_does_not_know_is_named():
     parameters = [*inspect.signature(original).parameters.values()]
     video = inspect.Parameter("pixel_values_videos", inspect.Parameter.KEYWORD_ONLY, default=None)
     scoring.__signature__ = inspect.Signature([*parameters, video])  # type: ignore[attr-defined]
-    found = list(needed.differences(trainer_like(_get_per_token_logps_and_entropies=scoring)))
+    monkeypatch.setattr(GRPOTrainer, original.__name__, scoring)
+    found = list(needed.differences())
     assert sum(phrase.endswith("has a new parameter pixel_values_videos") for phrase in found) == 1
 
 
-def test_a_trl_without_a_fused_head_is_named():
+def test_a_trl_without_a_fused_head_is_named(monkeypatch):
     """As 1.14 has none, and 1.15 has one only where Triton can be imported."""
-    functions = SimpleNamespace(**{name: print for name in needed.FUNCTIONS if name != "add_fused_lm_head"})
-    assert list(needed.differences(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head is missing"]
-    without_triton = SimpleNamespace(**dict.fromkeys(needed.FUNCTIONS, print), _ChunkedLogProbFunction=None)
-    (phrase,) = needed.differences(functions=without_triton)
+    with monkeypatch.context() as patch:
+        patch.delattr(utils, "add_fused_lm_head")
+        assert list(needed.differences()) == ["trl.trainer.utils.add_fused_lm_head is missing"]
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", None)
+    (phrase,) = needed.differences()
     assert "pip install triton" in phrase
 
 
-def test_check_names_what_trl_lacks_and_the_remedy(monkeypatch):
+def test_refuse_names_what_trl_lacks_and_the_remedy(monkeypatch):
     monkeypatch.delattr(utils, "add_fused_lm_head")
     monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
     with pytest.raises(
         ImportError, match=r"TRL 1\.1\d\.\d is another: .*_calculate_rewards.* is missing, and 1 more\. Install"
     ):
-        needed.check()
+        needed.refuse(needed.differences())
 
 
 def test_the_trainer_overrides_four_methods_which_are_checked():

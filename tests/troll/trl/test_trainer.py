@@ -20,6 +20,7 @@ from tests.troll.trl.distributed_worker import SameRollouts
 from tests.troll.trl.resuming import SETTINGS as RESUMED
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from troll.trl import TrollConfig, TrollTrainer, micro_batch, seam
+from troll.trl.monitor import Monitor
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
@@ -357,11 +358,10 @@ def test_nan_stops_the_training_before_the_update(make, settings, step, found):
 def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
     """However many micro-batches it takes: what the host has to know is summed up on the device."""
     trainer = make(gradient_accumulation_steps=4, steps_per_generation=8, max_steps=4, logging_steps=100)
-    accelerator = mock.Mock(wraps=trainer.monitor._accelerator)
-    observe = mock.Mock(wraps=trainer.monitor.observe)
-    monkeypatch.setattr(trainer.monitor, "_accelerator", accelerator)
-    monkeypatch.setattr(trainer.monitor, "observe", observe)
-    trainer.train()
+    accelerator = mock.Mock(wraps=trainer.accelerator)
+    monkeypatch.setattr("troll.trl.trainer.Monitor", lambda _, args: Monitor(accelerator, args))
+    with mock.patch.object(Monitor, "observe", autospec=True, side_effect=Monitor.observe) as observe:
+        trainer.train()
     assert observe.call_count == 16
     assert accelerator.reduce.call_count == 4 + 1, "the log's is one more"
 

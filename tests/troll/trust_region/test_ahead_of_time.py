@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 from tests.troll.trust_region.ahead_of_time import Compiled, compiled, has_target
 
 KERNELS = {
-    *("_block_sums_kernel", "_clear_kernel", "_read_kernel", "_gradient_kernel", "_products_kernel"),
-    *("_select_kernel", "_outside_kernel", "_slots_kernel", "_step_gradient_kernel", "_step_kernel"),
+    *("block_sums_kernel", "clear_kernel", "read_kernel", "gradient_kernel", "products_kernel"),
+    *("select_kernel", "outside_kernel", "_slots_kernel", "_step_gradient_kernel", "_step_kernel"),
 }
 
 
@@ -30,7 +30,7 @@ def test_kernels_compile_for_cuda(tmp_path: Path):
     assert max(kernel.spilled or 0 for kernel in kernels) <= 256
     # Half of what a multiprocessor has: two programs at least.
     assert max(kernel.shared for kernel in kernels) <= 114 * 1024
-    of_some_blocks = ("_select_kernel", "_outside_kernel")
+    of_some_blocks = ("select_kernel", "outside_kernel")
     tiles = [k for k in kernels if ", W 151936" in k.variant and k.kernel not in of_some_blocks]
     # Rows whose place is known when they are launched only are read as widely as others.
     assert tiles and all(kernel.widest_load == 16 for kernel in tiles)

@@ -387,7 +387,7 @@ def reported(function: Callable[..., Any], **change: Any) -> Any:
         (ratio_report, {"clip": 0.0}, "clip must be above 0"),
         (ratio_report, {"advantages": torch.zeros(2)}, "advantages must broadcast"),
         (ratio_report, {"log_ratio": torch.zeros(2, 4)}, "log_ratio must be"),
-        (coverage, {"mask": torch.ones(4)}, r"old must be \(4\) like the mask, got \(5\)"),
+        (coverage, {"mask": torch.ones(4)}, r"old must be \(4\), got \(5\)"),
     ],
 )
 def test_reports_refuse_what_does_not_fit(function, change, message):

@@ -168,11 +168,11 @@ def test_loss_of_fully_masked_batch_is_zero(sequences, aggregation):
         ("num_tokens goes with aggregation 'token_mean'", {"aggregation": "sequence_mean", "num_tokens": 9}),
         ("advantages must be (4) or (4, 5)", {"advantages": torch.zeros(5)}),
         ("advantages must be (4) or (4, 5)", {"advantages": torch.zeros(4, 4)}),
-        ("mask must be (4, 5) like the step", {"mask": torch.ones(4, 4, dtype=torch.bool)}),
+        ("mask must be (4, 5)", {"mask": torch.ones(4, 4, dtype=torch.bool)}),
         ("regression_weight must be at least 0", {"regression_weight": -0.1}),
         ("regression_weight must be at least 0", {"regression_weight": math.nan}),
         (
-            "step must hold (B, T) tokens, got (5)",
+            "step must be (B, T), got (5)",
             {"step": some(random_step(), 0), "advantages": torch.zeros(5), "mask": MASK[0]},
         ),
     ],

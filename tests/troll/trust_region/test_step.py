@@ -117,7 +117,7 @@ IDS = torch.tensor([[0, 1, 2], [0, 1, 2]])
     ("message", "change"),
     [
         ("kl_bound must be above 0, got 0.0", {"kl_bound": 0.0}),
-        ("kl_bound must .* (2,), got (3,)", {"kl_bound": torch.full((3,), 0.1)}),
+        ("kl_bound must .* (2), got (3)", {"kl_bound": torch.full((3,), 0.1)}),
         ("pull must be one of projection, proximal, got 'old'", {"pull": "old"}),
         ("source must .* 8 tokens, got 7", {"source": torch.zeros(2, 7)}),
         ("old must .* positions (3), got (2)", {"source": torch.zeros(3, 8)}),

@@ -28,14 +28,10 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from tests.troll.verl.test_reported import SETTINGS, check_slots, engine_rows
-from troll.verl.agent_loop import carry_old_policies
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.records import from_records
 from troll.verl.reported import old_policy_record
 from troll_lab.runs.toy_model import character_tokenizer
-
-carry_old_policies()
-carry_old_policies()  # a second time does nothing
 
 PROMPT, TOOL = [1, 2, 3], [5, 6]
 MEMORY_AGENT = Path(__file__).resolve().parents[3] / "examples" / "verl" / "memagent"
@@ -140,7 +136,7 @@ def sampled(
     worker_class: type[AgentLoopWorker] = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class
     worker = object.__new__(worker_class)
     rewards = Rewards()
-    rollout = {"name": "vllm", "response_length": 32}
+    rollout = {"name": "vllm", "response_length": 32, "custom": {"trust_region": {"anchor": "rollout"}}}
     data = {"continuous_token": {"enable": False}}  # of verl 0.9.0
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data})
     worker.llm_client = client_class(base, server)(worker.config)

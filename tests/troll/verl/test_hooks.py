@@ -15,7 +15,7 @@ from tests.troll.verl.records import records_of
 from troll import PackedPolicy, capture, trust_region_step
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
-from troll.verl.reported import without_slots
+from troll.verl.records import without_policies
 from troll.verl.settings import TrollPolicyLossConfig
 
 VOCABULARY = 99
@@ -50,8 +50,11 @@ def moved(logits: Tensor) -> Tensor:
     return logits + 0.8 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
 
 
-def report(data: TensorDict, policy: PackedPolicy) -> None:
-    data["old_policies"] = nested(records_of(policy, data["responses"].offsets().diff().tolist()))
+def report(data: TensorDict, policy: PackedPolicy) -> list[Tensor]:
+    """Puts the policy's records into the batch, and returns them."""
+    records = records_of(policy, data["responses"].offsets().diff().tolist())
+    data["old_policies"] = nested(records)
+    return records
 
 
 @pytest.mark.parametrize("rollout", [{"rollout_top_p": 0.8}, {"rollout_top_k": 5}])
@@ -80,7 +83,7 @@ def test_tokens_that_a_truncated_rollout_did_not_report_have_the_networks_own_ke
     settings = TrollPolicyLossConfig(anchor="rollout", bypass_mode=True, rollout_top_k=5)
     sampled, first = data["responses"].values(), slice(len(data["responses"].unbind()[0]))
     old = PackedPolicy.of(capture(logits[tokens.rows], sampled, truncation=settings.truncation))
-    report(data, PackedPolicy.cat([without_slots(first.stop, old), old[first.stop :]]))
+    data["old_policies"] = nested([without_policies(first.stop), *report(data, old)[1:]])
     outputs = read(hooks(settings)[1], moved(logits), data, labels, tokens)
     ratios = outputs["trust_region_log_ratio"].abs()
     assert ratios[first].max() < 1e-5 and ratios[first.stop :].max() > 0.1

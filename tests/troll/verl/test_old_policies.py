@@ -18,8 +18,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from tests.troll.verl.actor import as_batch, nested, rollout
 from tests.troll.verl.records import records_of
 from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
-from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported, response_places
-from troll.verl.reported import NO_RECORD, without_slots
+from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported_policies, response_places
+from troll.verl.records import from_records, to_record, without_policies
 
 VOCABULARY = 99
 
@@ -137,7 +137,7 @@ def test_a_field_gives_back_the_policy(pairs: list[tuple[int, int]]) -> None:
     data = batch_of(*pairs)
     policy = captured(data)
     data["old_policies"] = as_field(policy, data)
-    assert same(reported(data, 1).unpack(), policy)
+    assert same(reported_policies(data, 1).unpack(), policy)
 
 
 def with_field(n: int = 12) -> tuple[TensorDict, list[SparsePolicy]]:
@@ -151,7 +151,7 @@ def with_field(n: int = 12) -> tuple[TensorDict, list[SparsePolicy]]:
 
 def check_aligned(data: TensorDict, order: list[int], policies: list[SparsePolicy]) -> None:
     """Asserts that the batch's records are those of its sequences, the original numbers of which are given."""
-    assert same(reported(data, 1).unpack(), SparsePolicy.cat([policies[number] for number in order]))
+    assert same(reported_policies(data, 1).unpack(), SparsePolicy.cat([policies[number] for number in order]))
 
 
 def test_records_follow_their_sequences_through_verls_batches() -> None:
@@ -189,23 +189,23 @@ def test_reported_policies_are_read_of_the_rollouts_fields() -> None:
     data, policies = with_field(3)
     by_fields = extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
     for batch in (data, by_fields):
-        assert same(reported(batch, 1).unpack(), SparsePolicy.cat(policies))
+        assert same(reported_policies(batch, 1).unpack(), SparsePolicy.cat(policies))
 
 
 def test_a_batch_that_nobody_reported_of_is_refused() -> None:
     data, _ = with_field(3)
     first, *_ = data["old_policies"].unbind()
     with pytest.raises(ValueError, match=r"2 of the batch's sequences came without .*anchor=rollout"):
-        reported(extra_fields(data, [{"old_policies": first}, {}, {}]), 1)
+        reported_policies(extra_fields(data, [{"old_policies": first}, {}, {}]), 1)
     del data["old_policies"]
     with pytest.raises(ValueError, match="3 of the batch's sequences"):
-        reported(data, 1)
+        reported_policies(data, 1)
 
 
 def test_policies_of_another_kind_than_the_rollouts_are_refused() -> None:
     data, _ = with_field(3)
     with pytest.raises(ValueError, match="old policies are whole, and those of the rollout's top_p and top_k are t"):
-        reported(data, 1, truncated=True)
+        reported_policies(data, 1, truncated=True)
 
 
 def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
@@ -217,8 +217,8 @@ def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
 def test_a_truncated_batch_in_which_no_token_counts_needs_no_report() -> None:
     data, _ = with_field(3)
     data["response_mask"] = torch.zeros_like(data["response_mask"])
-    data["old_policies"] = nested([NO_RECORD] * 3)
-    found = reported(data, VOCABULARY, truncated=True).unpack()
+    data["old_policies"] = nested(map(without_policies, data["responses"].offsets().diff().tolist()))
+    found = reported_policies(data, VOCABULARY, truncated=True).unpack()
     step = trust_region_step(torch.randn(len(data["responses"].values()), VOCABULARY), found)
     assert step.log_ratio.isfinite().all() and step.kept_log_mass is not None
 
@@ -232,8 +232,8 @@ def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> Non
     for mask in masks if not real else masks[1:]:
         mask.zero_()
     data = with_mask(data, masks)
-    data["old_policies"] = nested([first, third, NO_RECORD])
-    found = reported(data, VOCABULARY).unpack()
+    data["old_policies"] = nested([first, third, without_policies(1)])
+    found = reported_policies(data, VOCABULARY).unpack()
     tokens = data["responses"].values()
     counted = policies[0].shape[0] if real else 0
     if real:
@@ -252,13 +252,12 @@ def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
     lengths = data["responses"].offsets().diff().tolist()
     of_tool, unreported = number % 3 == 0, number % 4 == 0
     unreported |= torch.arange(5).repeat_interleave(torch.tensor(lengths)) == 2
-    packed = PackedPolicy.of(whole)
-    parts = [
-        without_slots(1, packed) if gap else packed[at : at + 1]
-        for at, gap in enumerate((of_tool | unreported).tolist())
-    ]
-    records = records_of(PackedPolicy.cat(parts), lengths)
-    records[2] = NO_RECORD
+    packed, gaps = PackedPolicy.of(whole), (of_tool | unreported).tolist()
+    parts = from_records(
+        [without_policies(1) if gap else to_record(packed[at : at + 1]) for at, gap in enumerate(gaps)]
+    )
+    records = records_of(parts, lengths)
+    records[2] = without_policies(lengths[2])
     data = with_mask(data, [part.long() for part in (~of_tool).split(lengths)])
     data["old_policies"] = nested(records)
     return data, whole, of_tool, unreported & ~of_tool
@@ -266,7 +265,7 @@ def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
 
 def test_tokens_that_an_engine_did_not_sample_need_no_report() -> None:
     data, whole, of_tool, unreported = with_gaps()
-    found = reported(data, 1).unpack()
+    found = reported_policies(data, 1).unpack()
     known = ~of_tool & ~unreported
     assert of_tool.any() and unreported.any() and known.any()
     assert same(found[known], whole[known])
@@ -281,7 +280,7 @@ def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) ->
     tokens = data["responses"].values()
     logits = torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(5), requires_grad=True)
     own = capture(logits, tokens, top_k=top_k)
-    old = fill_unreported(reported(data, 1).unpack(), own)
+    old = fill_unreported(reported_policies(data, 1).unpack(), own)
     step = trust_region_step(logits, old, kl_bound=1e-3)
     # The trust region is around the network itself: nothing is projected, and the gradient is the plain one.
     assert not step.projected[unreported].any() and step.log_ratio[unreported].abs().max() < 1e-5
@@ -297,7 +296,7 @@ def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) ->
 
 def test_a_micro_batch_without_any_record_is_all_the_networks_own() -> None:
     data, _ = with_field(2)
-    data["old_policies"] = nested([NO_RECORD, NO_RECORD])
+    data["old_policies"] = nested(map(without_policies, data["responses"].offsets().diff().tolist()))
     own = captured(data, seed=3)
-    found = reported(data, VOCABULARY).unpack()
+    found = reported_policies(data, VOCABULARY).unpack()
     assert same(fill_unreported(found, own), own)

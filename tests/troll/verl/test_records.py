@@ -23,7 +23,7 @@ from tests.troll.trust_region.policy.policies import (
 )
 from tests.troll.verl.records import records_of
 from troll import PackedPolicy
-from troll.verl.records import HEADER, from_records, to_record
+from troll.verl.records import HEADER, from_records, to_record, without_policies
 
 LENGTHS = (3, 0, 1, 4)
 
@@ -139,6 +139,16 @@ def test_truncated_policies_of_unequal_slots_are_joined():
     joined = from_records([to_record(narrow), to_record(wide)])
     assert joined.top_k == 7
     assert_same(joined, PackedPolicy.cat([narrow, wide]))
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_tokens_without_a_policy_go_with_any_capture(truncated: bool):
+    policy = dataclasses.replace(captured((2, 3)), truncated=truncated, temperature=0.5)
+    first, second = records_of(policy, (2, 3))
+    found = from_records([without_policies(1), first, without_policies(0), second, without_policies(2)])
+    assert found.counts.tolist() == [0, *policy.counts.tolist(), 0, 0]
+    assert_same(found[1:6], policy)
+    assert from_records([without_policies(3)]).shape == (3,)
 
 
 def test_a_record_of_another_length_is_refused():

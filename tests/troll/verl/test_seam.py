@@ -70,14 +70,19 @@ def test_servers_and_agent_loops_get_what_they_need_without_the_engines(fresh: F
     program = """
 import sys
 from verl.workers.rollout.replica import RolloutReplicaRegistry
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from troll.verl.agent_loop import begin_sample
+begin_sample()
+begin_sample()
 print(
     RolloutReplicaRegistry._registry["vllm"].__module__,
-    AgentLoopOutput.as_dict.__wrapped__.__module__,
+    *(x.__wrapped__.__module__ for x in (AgentLoopBase.__init__, AgentLoopOutput.as_dict)),
+    hasattr(AgentLoopOutput.as_dict.__wrapped__, "__wrapped__"),  # a second sample changes nothing
     "troll.verl.seam.training" in sys.modules,
 )
 """
-    assert said(fresh, program) == "troll.verl.plugin verl.experimental.agent_loop.agent_loop False"
+    loop = "verl.experimental.agent_loop.agent_loop"
+    assert said(fresh, program) == f"troll.verl.plugin {loop} {loop} False False"
 
 
 #: verl lacks something that our rollouts need; its own servers and agent loops know their configuration.

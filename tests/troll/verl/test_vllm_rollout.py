@@ -15,7 +15,8 @@ from troll import capture
 from troll.verl import old_policy_record
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.records import from_records
-from troll.verl.vllm_rollout import TopLogProbs, reporting
+from troll.verl.seam.vllm import TopLogProbs
+from troll.verl.vllm_rollout import reporting
 
 V, K = 50, 8
 TOKENS = [3, 49, 7]

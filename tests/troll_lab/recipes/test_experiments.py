@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from trl import get_peft_config
 
-from troll.trl.checks import unresolved_share
+from troll.huggingface.precision import unresolved_share
 from troll_lab import recipes
 from troll_lab.recipes import Recipe
 

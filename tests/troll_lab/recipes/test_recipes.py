@@ -11,6 +11,7 @@ from experiments import RECIPES
 from troll.files import json_text
 from troll_lab import recipes
 from troll_lab.recipes import RecipeError
+from troll_lab.recipes.fields import TEXTS
 from troll_lab.runs.grid import expand
 
 
@@ -364,6 +365,19 @@ def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Pat
         recipes.load(str(grid), ["--surrogate=kl_penalty"])
 
 
+def test_another_task_drops_the_options_of_the_one_below(tmp_path: Path) -> None:
+    task = ["--task", "reasoning_gym:spell_backward"]
+    assert recipes.load("quickstart", task).task.options == {}
+    assert recipes.load("quickstart", [*task, "--task_options.prompt", "{word} ="]).task.options == {
+        "prompt": "{word} ="
+    }
+    same = recipes.load("quickstart", ["--task", "reasoning_gym:chain_sum", "--task_options.min_terms", "2"])
+    assert same.task.options["max_terms"] == 3
+    words = tmp_path / "words.yaml"
+    words.write_text("extends: quickstart\ntask: reasoning_gym:spell_backward\n")
+    assert recipes.load(str(words)).task.options == {}
+
+
 def test_resume_without_a_value_means_the_last_checkpoint() -> None:
     flag = "--resume_from_checkpoint"
     for overrides in ([flag], ["--resume-from-checkpoint"], [flag, "--max_steps", "3"]):
@@ -497,3 +511,10 @@ def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str,
 def test_fields_that_take_several_values_are_found_by_their_types() -> None:
     assert {"reward_weights", "eval_tasks", "lora_target_modules", "report_to", "optim_target_modules"} <= recipes.LISTS
     assert not recipes.LISTS & {"kl_bound", "surrogate_kwargs", "generation_kwargs", "surrogate", "task"}
+
+
+def test_a_field_that_takes_only_a_list_takes_one_from_a_recipe(tmp_path: Path) -> None:
+    assert not recipes.LISTS & TEXTS
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: quickstart\ninclude_for_metrics: [loss]\n")
+    assert recipes.load(str(path)).training.include_for_metrics == ["loss"]

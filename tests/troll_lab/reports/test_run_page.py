@@ -364,6 +364,17 @@ def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page
     assert "Critic" not in page.text and "Diagnostics" not in page.text
 
 
+def test_kl_target_adds_kl_wanted_and_rate(tmp_path, page):
+    rates = {"learning_rate": 1e-4, "trust_region/kl_target/rate": 1e-4, "trust_region/kl_target/wanted": 0.01}
+    rows = [row | rates if "loss" in row else row for row in metrics_of(2)]
+    more = Page(write_report(write_run(tmp_path / "run", rows, summary_of(2))))
+    wanted = heights(more.card("kl-measured-and-wanted"), "second")
+    assert len(set(wanted)) == 1 and more.card("learning-rate") is not None
+    without = [row | {"learning_rate": 1e-4} for row in metrics_of(2)]
+    assert Page(write_report(write_run(tmp_path / "run", without, summary_of(2)))).card("learning-rate") is None
+    assert page.card("kl-measured-and-wanted") is None
+
+
 def test_a_bound_that_changes_is_a_curve_and_a_line_in_the_kl_cards(tmp_path):
     rows = [row | {"trust_region/kl_bound": 0.05 if row["step"] < 9 else 0.02} for row in metrics_of(3)]
     page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from troll_lab.rewards.program import parse_tests
+from troll_lab.rewards.tests import parse_tests
 from troll_sandbox.cases import CodeTests
 
 DATA = Path(__file__).parents[3].parent / "shared" / "data"

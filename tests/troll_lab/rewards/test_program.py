@@ -4,7 +4,8 @@ import time
 import pytest
 
 from tests.troll_lab.rewards import datasets
-from troll_lab.rewards.program import MAX_PROGRAM, CodeTests, FunctionTests, StreamTests, parse_tests, read_program
+from troll_lab.rewards.program import MAX_PROGRAM, defines, fenced_blocks, program_among, read_program
+from troll_lab.rewards.tests import parse_tests
 
 TESTS = parse_tests(json.dumps({"asserts": ["assert f(1) == 2"]}))
 STREAM = parse_tests(json.dumps({"inputs": [""], "outputs": [""]}))
@@ -105,16 +106,6 @@ def test_a_program_has_the_definitions_of_other_blocks_and_the_head_of_the_prefi
     assert found == f"{future.strip()}\n\nimport math\n\nONE = 1\n\ndef f(x): return x + ONE\n"
 
 
-def test_parse_tests_keeps_all_values_of_json():
-    digits, deep = "7" * 5000, "[" * 5000 + "]" * 5000
-    text = f'{{"function": "f", "inputs": [[{digits}, NaN, {deep}]], "outputs": [-{digits}]}}'
-    tests = parse_tests(text)
-    assert isinstance(tests, FunctionTests) and tests.outputs[0] % 10 == 3
-    assert len(datasets.code_tests(json.dumps({"asserts": [f"assert f() == {digits}"]})).tests) == 1
-    with pytest.raises(ValueError, match="nested deeper than"):
-        parse_tests("[" * 100_000)
-
-
 @pytest.mark.parametrize(
     "text",
     ["```" * 300000, "```\n" * 250000, "`" * 10**6, "\n" * 10**6, " " * 10**6, "def " * 250000, "</think>" * 130000,
@@ -133,86 +124,188 @@ def test_reading_takes_linear_time(text):
     assert time.process_time() - start < 1.5
 
 
-@pytest.mark.parametrize(
-    ("text", "tests"),
-    [
-        (
-            '{"asserts": ["assert f(1) == g(2)\\r\\n"], "setup": "import re", "names": ["sum"]}',
-            CodeTests(("assert f(1) == g(2)\n",), "import re", ("sum",), ("f", "g"), ()),
-        ),
-        (
-            '{"check": "def check(c):\\n    assert c(1)\\n", "entry_point": "f", "setup": "y = 1"}',
-            CodeTests(("def check(c):\n    assert c(1)\n\ncheck(f)\n",), "y = 1", ("f",), (), ()),
-        ),
-        (
-            '{"function": "f", "inputs": [[1], [2, {"a": null}]], "outputs": [1, [2]]}',
-            FunctionTests("f", ([1], [2, {"a": None}]), (1, [2])),
-        ),
-        ('{"inputs": ["1\\n"], "outputs": ["2"]}', StreamTests(("1\n",), ("2",))),
-        ('{"inputs": ["1\\n"], "outputs": ["2"], "compare": "numbers"}', StreamTests(("1\n",), ("2",), "numbers")),
-        ('{"asserts": ["assert f()"], "plain": true}', CodeTests(("assert f()",), "", (), ("f",), (), plain=True)),
-    ],
-)
-def test_parse_tests_reads_each_form(text, tests):
-    assert parse_tests(text) == tests
+READS = "n = int(input())\nprint(n)\n"
+
+
+def fenced(*blocks: str, info: str = "python") -> str:
+    return "\nSome words.\n".join(f"```{info}\n{block}```\n" for block in blocks)
+
+
+def program_in(text: str, names: tuple[str, ...] = ("f",), whole: bool = False) -> str | None:
+    found = program_among(fenced_blocks(text), names, whole)
+    return None if found is None else found[0] + found[1]
 
 
 @pytest.mark.parametrize(
-    ("source", "inferred", "modules"),
-    [
-        ("assert f(x := 2) == x", {"f"}, set()),
-        ("assert math.isclose(f(1), math.pi)", {"f"}, {"math"}),
-        ("import math\nassert math.isclose(f(1), math.pi)", {"f"}, set()),
-        ("from math import pi as p\nassert f(p) == p", {"f"}, set()),
-        ("assert copy([1]) == [1]", {"copy"}, set()),
-        ("assert sum(f(i) for i in range(3)) == len([k for k, v in {}.items()])", {"f"}, set()),
-        ("def helper(a, *b, c=1, **d): return f(a, b, c, d)\nassert helper(1)", {"f"}, set()),
-        ("assert sorted(f(), key=lambda p: p[0])", {"f"}, set()),
-        ("try:\n    f()\nexcept Mine as error:\n    print(error)", {"f", "Mine"}, set()),
-        ("class A: pass\nx = A()\nx.y = f(x)\nfor i, (j, k) in f(): i, j, k", {"f"}, set()),
-        ("assert f.cache is None", {"f"}, set()),
-    ],
-)
-def test_names_that_tests_take_from_the_program(source, inferred, modules):
-    tests = datasets.code_tests(json.dumps({"asserts": [source]}))
-    assert (set(tests.inferred), set(tests.modules)) == (inferred, modules)
+    "info",
+    ["python", "Python", " python3", "py", "py3", "python3.11", 'python title="a.py"', "python:main.py",
+     "python,linenos", "{.python .numberLines}", "{python}", "python {1,3}", "python 3", "ipython", "pypy3"],
+)  # fmt: skip
+@pytest.mark.parametrize("fence", ["```", "~~~", "`````"])
+def test_only_the_first_word_after_the_fence_is_the_language(info: str, fence: str) -> None:
+    text = f"{fence}{info}\n{F}{fence}\n\nOutput:\n{fence}\ndef f(x): pass\n{fence}\n"
+    assert program_in(text) == F
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "info", ["bash", "json", "text", "output", "cpp", "c", "pycon", "python-repl", "pytb", "console"]
+)
+def test_blocks_in_another_language_are_no_program(info: str) -> None:
+    assert program_in(f"```{info}\n{F}```\n") is None
+    assert program_in(f"```{info}\n{F}```\n", whole=True, names=()) is None
+    assert program_in(f"```python\nx = 1\n```\n```{info}\n{F}```\n") == "x = 1\n"
+
+
+IN_A_TEXT = 'def f(x):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return x + 1\n'
+DRAFT = "def f(x):\n    return helper(x)\n\nprint(f(1))\nassert f(1) == 3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
     [
-        ("", "JSON object as text"),
-        (None, "JSON object as text"),
-        ("assert f(1)", "JSON object as text"),
-        ("[1]", "JSON object, got list"),
-        ("{}", "must have one of"),
-        ('{"asserts": ["assert f()"], "extra": 1}', "extra"),
-        ('{"asserts": []}', "asserts takes a list of one or more texts"),
-        ('{"asserts": "assert f()"}', "asserts takes a list"),
-        ('{"asserts": ["assert f("]}', "test 0 is not Python code"),
-        ('{"asserts": ["assert f()"], "setup": "("}', "setup is not Python code"),
-        ('{"asserts": ["assert f()"], "setup": 3}', "setup takes a text"),
-        ('{"asserts": ["assert f()"], "names": "f"}', "names takes a list"),
-        ('{"check": "def check(c): pass", "entry_point": "a b"}', "entry_point takes the name"),
-        ('{"check": "", "entry_point": "f"}', "check takes a text"),
-        ('{"function": "f", "inputs": [1], "outputs": [1]}', "inputs takes a list of list"),
-        ('{"function": "f", "inputs": [[1]], "outputs": []}', "outputs takes a list with a value per test"),
-        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "differ in length: 1 and 2"),
-        ('{"inputs": [1], "outputs": ["1"]}', "inputs takes a list of str"),
-        ('{"inputs": ["1"], "outputs": ["1"], "compare": "words"}', "compare takes one of tokens, numbers, got 'wo"),
-        ('{"asserts": ["assert f()"], "plain": "yes"}', "plain takes true or false, got 'yes'"),
+        (f"```python\n{F}```\nOutput:\n```\n2\nand much more text than there was before it\n```", F),
+        (f"```\n2\nand much more text than there was before it\n```\n```python\n{F}```", F),
+        (f"```python\n{F}```\nExample:\n```python\n>>> f(1)\n2\n>>> def f(x): pass\n```", F),
+        (f"```\n{F}```\nExample:\n```python\nprint(f(1), f(2), f(3), f(4), f(5), f(6), f(7))\n```", F),
+        (f"```f(1)``` is tested.\n```python\n{F}```", F),
+        (f"~~~python\n{F}~~~\n~~~\n```\n~~~", F),
+        (f"```python\n{IN_A_TEXT}```\nThat is all.", IN_A_TEXT),
+        (f"~~~~python\n{F}~~~\n```\n~~~~", f"{F}~~~\n```\n"),
+        (fenced(DRAFT, F, "print(f(1))\nassert f(1) == 2\n"), F),
     ],
 )
-def test_parse_tests_names_mistakes(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_tests(text)
+def test_the_block_that_is_marked_or_defines_what_is_tested(text: str, program: str) -> None:
+    assert program_in(text) == program
 
 
-def test_the_names_of_the_real_tasks():
-    for problem in datasets.mbpp():
-        tests = datasets.code_tests(problem.tests)
-        assert len(tests.names + tests.inferred) == (2 if problem.name == "MBPP/367" else 1)
-        assert tests.modules == ()
-    for problem in datasets.humaneval():
-        tests = datasets.code_tests(problem.tests)
-        assert (len(tests.names), tests.inferred, tests.modules) == (1, (), ())
+@pytest.mark.parametrize(
+    "program",
+    ["f = lambda x: x + 1\n", "f: Callable[[int], int] = lambda x: x + 1\n", "f = functools.partial(int.__add__, 1)\n",
+     "async def f(x): return x\n", "class f: pass\n", "class Solution:\n    def f(self, x): return x\n",
+     "f=(1).__add__\n"],
+)  # fmt: skip
+def test_defines_finds_definitions_and_assignments(program: str) -> None:
+    assert defines(program, ["f"]) and defines(program, ["g", "f"])
+    assert program_in(fenced(program, f"print({', '.join(['f(1)'] * 10)})\n")) == program
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["f == 1\n", "ff = 1\n", "x.f = 1\n", "    f = 1\n", "f(x=1)\n", "def ff(): pass\n", "# f = 1\n", "f: int\n"],
+)
+def test_defines_ignores_other_uses_of_a_name(program: str) -> None:
+    assert not defines(program, ["f"])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chosen"),
+    [
+        ((READS, "print(1)\nprint(2)\nprint(3)\nprint(4)\n"), 0),
+        (("print(solve(3))\n", READS), 1),
+        ((READS, "a, b = map(int, input().split())\n"), 0),  # another way to read, but no program
+        (("import sys\nfor line in sys.stdin:\n    print(line)\n", "print('a')\n"), 0),
+        (("for i in range(3):\n    print(i)\n", "print(0)\n"), 0),
+        (("def unused(): pass\ndef unused_as_well(): pass\n", "print(0)\n"), 1),
+        (("x = 1\n", "y = 2\n"), 1),
+        (("total = 1 + 2\n", "y = 2\n"), 0),
+        (("n = int(input())\nprint(n + 1)\n", READS, "print(7)\n"), 1),  # the first is a draft
+    ],
+)
+def test_which_block_is_a_whole_program(blocks: tuple[str, ...], chosen: int) -> None:
+    assert program_in(fenced(*blocks), (), whole=True) == blocks[chosen]
+
+
+def ran(program: str | None) -> dict[str, object]:
+    """The names of a program that has run; it finds no input and prints to nobody."""
+    assert program is not None
+    seen: list[object] = []
+    space: dict[str, object] = {"input": None, "print": seen.append}
+    exec(compile(program, "program", "exec"), space)
+    assert not seen
+    return space
+
+
+EARLIER = '''
+"""A module."""
+from __future__ import annotations
+import math, os.path as path
+from collections import (
+    deque as queue,  # and not a floor
+    Counter,
+)
+
+MOD = 10**9 + 7  # the modulus
+LETTERS, EMPTY = "input()", []
+memo: dict[int, int] = {}
+twice = lambda x: print(x) or 2 * x
+start = int(input())  # fails
+half = start // 2
+
+# A helper.
+@twice_again(
+    1
+)
+def unused(): pass
+
+def wraps(function):
+    """Decorates.
+
+Not indented, as texts may be.
+def inner(): pass
+"""
+    return function
+
+@wraps
+# with a comment
+def helper(x):
+# at the margin
+    return floor(x) + Helper.one
+
+class Helper:
+    one = 1
+
+def floor(x): return math.floor(x)
+
+print(helper(2))
+assert helper(1) == 5
+if __name__ == "__main__":
+    print(helper(input()))
+'''
+
+
+def test_program_among_puts_needed_definitions_of_other_blocks_in_front() -> None:
+    later = "def f(x):\n    return helper(x) % MOD, queue([x]), LETTERS\n"
+    space = ran(program_in(fenced(EARLIER, later, "print(f(1))\n")))
+    assert space["f"](1.5)[0] == 2  # type: ignore[operator]
+    assert {"helper", "wraps", "Helper", "floor", "math", "queue", "MOD", "LETTERS"} <= space.keys()
+    assert not {"start", "half", "unused", "memo"} & space.keys()
+    # A draft of a helper gives way, and so does whatever the program has itself.
+    drafts = fenced("def helper(x): return 0\n", "def helper(x): return 1\n", "def f(x): return helper(x)\n")
+    assert ran(program_in(drafts))["f"](5) == 1  # type: ignore[operator]
+
+
+def test_program_among_takes_tested_names_from_several_blocks() -> None:
+    text = fenced("class A:\n    x = 1\n", "def g(): return 1\n", "def f(): return 0\n")
+    assert {"A", "f", "g"} <= ran(program_in(text, ("A", "f", "g"))).keys()
+
+
+def test_program_among_keeps_definitions_for_a_block_with_only_a_call() -> None:
+    main = "import sys\ndef main():\n    n = int(input())\n    print(n)\n\nsys.setrecursionlimit(9999)\n"
+    found = program_in(fenced(main, "if __name__ == '__main__':\n    main()\n"), (), whole=True)
+    assert found is not None and found.startswith("def main") and found.endswith("    main()\n")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(n):\n    half = n // 2\n    input = sum = None\n    return half\n",
+        "def f(n):\n    def helper(x): return x\n    return helper(n)\n",
+        "f = helper = abs\n",
+        "import helper\ndef f(n): return helper\n",
+        "def f(n):\n    for helper in n: pass\n",
+        "def f(n): return input(n), n.helper, n.MOD\n",
+    ],
+)
+def test_a_program_that_needs_nothing_gets_nothing(program: str) -> None:
+    spoiled = "import nowhere\ninput = None\ndef helper(x: Missing): pass\nhalf = n // 2\nsum = {}\nMOD = 7\n"
+    assert program_in(fenced(spoiled, program)) == program

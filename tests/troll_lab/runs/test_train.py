@@ -30,8 +30,8 @@ from troll_lab.evaluation.training_task import TrainingTask, find_training_task
 from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs import build
+from troll_lab.runs.build import LOCK, checkpoint_of
 from troll_lab.runs.comparison_files import write_comparison
-from troll_lab.runs.folders import LOCK, checkpoint_of
 from troll_lab.runs.text import percent
 from troll_lab.runs.train import ProgressLine, RunFiles, train
 from troll_lab.tasks import TaskError, load_task

@@ -3,7 +3,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from troll_lab.tasks import rows as rows_module
+from troll_lab.tasks import splits as splits_module
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def hub(monkeypatch):
             assert (name, configuration) == data_set
             return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
 
-        monkeypatch.setattr(rows_module, "load_dataset", load_dataset)
+        monkeypatch.setattr(splits_module, "load_dataset", load_dataset)
 
     return fill
 

@@ -9,7 +9,8 @@ from tests.troll_sandbox.processes import no_bubblewrap
 from tests.troll_sandbox.test_fusion import server  # noqa: F401  a fixture
 from troll_lab.tasks import TaskConfig, TaskError, load_task
 from troll_lab.tasks.code import eurus_tests, load_tested, names_under_test
-from troll_lab.tasks.rows import Column, Source
+from troll_lab.tasks.rows import Column
+from troll_lab.tasks.splits import Source
 
 pytestmark = pytest.mark.needs_bubblewrap
 
@@ -197,7 +198,7 @@ def test_forms_of_eurus_tests():
 def with_tests(write, tests, **options):
     rows = [{"prompt": f"Write {number}.", "tests": each} for number, each in enumerate([*tests, tests[-1]])]
     config = TaskConfig("mine", write("rows.jsonl", rows), eval_size=1, task_options=options)
-    return load_tested(config, Source("mine"), columns={name: Column((name,)) for name in ("prompt", "tests")})
+    return load_tested(config, Source("mine", {name: Column((name,)) for name in ("prompt", "tests")}))
 
 
 def test_numbers_are_compared_as_the_data_or_the_option_says(write):

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from troll_lab.tasks import TaskConfig, TaskError, load_task
-from troll_lab.tasks.reasoning_gym import Split, questions
+from troll_lab.tasks.reasoning_gym import questions
+from troll_lab.tasks.splits import Split
 
 _SPLITS: tuple[Split, ...] = ("eval", "warmup", "train")
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 questions

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.troll.trl.test_diagnostics import assert_no_nan_where_all_are_masked
-from troll.trl.config import LABORATORY_ESTIMATORS
+from troll.trl.estimators import ESTIMATORS
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"advantage_estimator": name} for name in LABORATORY_ESTIMATORS),
+        *({"advantage_estimator": name} for name, each in ESTIMATORS.items() if each.laboratory),
         {"advantage_estimator": "gae", "critic_kwargs": {"warmup_steps": 1}},
         {"rollout_delay": 1, "anchor": "rollout"},
         {"resampling_rounds": 1},

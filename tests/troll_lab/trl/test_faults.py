@@ -18,7 +18,7 @@ from tests.troll.trl import tiny
 from tests.troll.trl.processes import launch
 from tests.troll_lab.trl.test_token_rewards import Odd
 from troll_lab.trl import LabTrainer, checkpoints
-from troll_lab.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
+from troll_lab.trl.checkpoints import MARKER, check_complete, judge, last_checkpoint, newest_complete
 from troll_lab.trl.rollout_weights import WEIGHTS_STATE
 
 #: Three rollouts of two updates, and as many checkpoints; a critic that moves with every update.
@@ -143,7 +143,7 @@ def test_killed_in_an_update_or_a_checkpoint(model_path, whole, tmp_path, place)
     ignored = "; checkpoint-4 is incomplete and is ignored: the run ended while it was written"
     assert line == "resuming from checkpoint-2 (step 2 of 6)" + ignored * in_checkpoint
     assert_went_on(resumed, whole[1], 2)
-    assert not in_checkpoint or defect(folder / "checkpoint-4") is None, "it was written anew"
+    assert not in_checkpoint or judge(folder / "checkpoint-4").defect is None, "it was written anew"
 
 
 def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
@@ -153,7 +153,7 @@ def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
     place, first = "checkpoint-4/optimizer.pt", str(folder / "checkpoint-2")
     assert run(model_path("llama"), folder, place, resume=first) == KILLED
     shutil.copy(whole[0] / "checkpoint-4" / "optimizer.pt", folder / "checkpoint-4" / "optimizer.pt")
-    assert defect(folder / "checkpoint-4") == "the run ended while it was written"
+    assert judge(folder / "checkpoint-4").defect == "the run ended while it was written"
     resumed = run(model_path("llama"), folder, resume=True)
     assert resumed["lines"] == ["resuming from checkpoint-6 (step 6 of 6)"]
     assert_went_on(resumed, whole[1], 6)
@@ -186,7 +186,7 @@ def damaged(whole, tmp_path) -> Path:
 def test_a_complete_checkpoint_lists_its_files(whole):
     for step in (2, 4, 6):
         checkpoint = whole[0] / f"checkpoint-{step}"
-        assert defect(checkpoint) is None
+        assert judge(checkpoint).defect is None
         marker = json.loads((checkpoint / MARKER).read_text())
         there = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != MARKER}
         assert marker == {"complete": True, "only_model": False, "files": there}
@@ -200,14 +200,14 @@ def test_every_truncated_or_missing_file_is_noticed(damaged):
     for path in sorted(last.iterdir()):
         content = path.read_bytes()
         path.write_bytes(content[:-1])
-        assert defect(last) is not None
-        assert newest_complete(damaged) == (before, {last: defect(last)})
+        assert judge(last).defect is not None
+        assert newest_complete(damaged) == (before, {last: judge(last).defect})
         if path.name != MARKER:
-            assert defect(last) == f"{path.name} has {len(content) - 1} bytes and had {len(content)}"
+            assert judge(last).defect == f"{path.name} has {len(content) - 1} bytes and had {len(content)}"
             path.unlink()
-            assert defect(last) == f"{path.name} is missing"
+            assert judge(last).defect == f"{path.name} is missing"
         path.write_bytes(content)
-        assert defect(last) is None
+        assert judge(last).defect is None
 
 
 def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
@@ -265,9 +265,9 @@ def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path
 def test_the_marker_of_something_else_is_none(tmp_path, marker):
     checkpoint = written(tmp_path, 2)
     (checkpoint / MARKER).write_text(json.dumps(marker))
-    assert defect(checkpoint) is None
+    assert judge(checkpoint).defect is None
     (checkpoint / "trainer_state.json").unlink()
-    assert defect(checkpoint) == "it has no trainer_state.json"
+    assert judge(checkpoint).defect == "it has no trainer_state.json"
 
 
 def test_processes_that_see_other_checkpoints_do_not_resume(make, tmp_path, monkeypatch):
@@ -321,7 +321,7 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_pa
     rotate = checkpoints.rotate_checkpoints
 
     def observed(**keywords: Any) -> None:
-        seen.append({path.name: defect(path) for path in Path(keywords["output_dir"]).glob("checkpoint-*")})
+        seen.append({path.name: judge(path).defect for path in Path(keywords["output_dir"]).glob("checkpoint-*")})
         rotate(**keywords)
 
     monkeypatch.setattr(checkpoints, "rotate_checkpoints", observed)
@@ -341,7 +341,7 @@ def test_the_file_that_transformers_keeps_while_it_saves_at_sigterm(tmp_path):
     (checkpoint / "checkpoint-is-incomplete.txt").touch()
     assert written(tmp_path, 2) == checkpoint
     (checkpoint / "checkpoint-is-incomplete.txt").unlink()
-    assert defect(checkpoint) is None
+    assert judge(checkpoint).defect is None
 
 
 def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):
@@ -363,7 +363,9 @@ def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):
 def test_checkpoint_is_complete_when_it_is_pushed_to_the_hub(make, tmp_path, monkeypatch):
     trainer = make(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=2, max_steps=2)
     pushed = []
-    monkeypatch.setattr(trainer, "_push_from_checkpoint", lambda folder: pushed.append((folder, defect(Path(folder)))))
+    monkeypatch.setattr(
+        trainer, "_push_from_checkpoint", lambda folder: pushed.append((folder, judge(Path(folder)).defect))
+    )
     monkeypatch.setattr(trainer, "init_hf_repo", lambda *_, **__: None)
     trainer.args.push_to_hub = True
     trainer.train()

@@ -44,7 +44,7 @@ def test_changed_settings_names_each_with_both_values(tmp_path, before, after, s
 
 def test_settings_hold_every_field_of_the_configuration(tmp_path):
     known = {name.partition(".")[0] for name in resumed_settings.settings(config(tmp_path))}
-    own = {name for name in LabConfig.__annotations__ if not name.startswith(("_", "eval_")) and name != "read_by"}
+    own = {name for name in LabConfig.__annotations__ if not name.startswith(("_", "eval_"))}
     assert own - known == {"critic_kwargs"}, "a dictionary, of which every entry is a setting"
 
 

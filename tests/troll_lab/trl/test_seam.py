@@ -1,28 +1,23 @@
 """The seam of the laboratory's trainer: what is said of a TRL that does not fit."""
 
 import inspect
-from types import SimpleNamespace
-from typing import Any
 
 from trl import GRPOTrainer
+from trl.trainer import utils
 
+from troll.trl.seam.needed import lacking
 from troll_lab.trl import LabTrainer, seam
 
 
-def trainer_like(**changes: Any) -> type:
-    """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
-    methods = {str(method.name): getattr(GRPOTrainer, str(method.name)) for method in seam.NEEDED}
-    return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
-
-
-def test_differences_names_what_trl_lacks():
-    assert list(seam.differences(trainer_like())) == []
-    (phrase,) = seam.differences(trainer_like(_generate=None))
-    assert phrase == "OtherTrainer._generate (further rounds of generation, and further conversations) is missing"
-    (phrase,) = seam.differences(trainer_like(_save_checkpoint=lambda self, model: None))
-    assert phrase.endswith("has no parameter trial")
-    functions = SimpleNamespace(get_callable_name=print)
-    assert list(seam.differences(functions=functions)) == ["trl.trainer.utils.nanstd is missing"]
+def test_what_trl_lacks_is_named(monkeypatch):
+    assert list(lacking(seam.NEEDED, seam.FUNCTIONS)) == []
+    monkeypatch.delattr(GRPOTrainer, "_generate")
+    monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", lambda self, model: None)
+    monkeypatch.delattr(utils, "nanstd")
+    save, generate, function = lacking(seam.NEEDED, seam.FUNCTIONS)
+    assert generate == "GRPOTrainer._generate (further rounds of generation, and further conversations) is missing"
+    assert save.endswith("has no parameter trial")
+    assert function == "trl.trainer.utils.nanstd is missing"
 
 
 def test_all_private_methods_of_trl_that_the_trainer_overrides_are_checked():

@@ -13,7 +13,7 @@ from tests.troll.trl.test_ungraded import SETTINGS as UNGRADED
 from tests.troll.trl.test_ungraded import Sometimes, stuck
 from troll.trl.estimators import ESTIMATORS
 from troll_lab.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
-from troll_lab.trl.token_rewards import Judged, ask, needed, speaking, worths_of
+from troll_lab.trl.token_rewards import Judged, all_worths, needed_shares, places_of_token_rewards, token_worths
 
 NAN = math.nan
 
@@ -63,20 +63,22 @@ def advantages_of(worths: torch.Tensor, size: int = 4) -> torch.Tensor:
 def test_what_is_said_replaces_a_reward_until_the_end_of_the_completion():
     rewards = torch.tensor([[1.0, 2.0], [1.0, NAN], [NAN, NAN], [3.0, 4.0]])
     told = {(0, 0): torch.tensor([0.5, -1.0]), (0, 1): torch.tensor([0.0, 0.0, 0.0])}
-    worths = worths_of(rewards, torch.tensor([1.0, 10.0]), told, 3)
+    worths = all_worths(rewards, torch.tensor([1.0, 10.0]), told, 3)
     expected = torch.tensor([[20.5, 19, 21], [0, 0, 0], [NAN] * 3, [43] * 3])
     torch.testing.assert_close(worths, expected, equal_nan=True)
     # The first completion has no needed token, the second none either.
-    assert needed(rewards, told).tolist() == [0, 2]
-    assert needed(rewards, {(0, 0): torch.tensor([1.0, 0.5, 2.0, 1.0])}).tolist() == [0.75, 1]
-    assert needed(rewards, {}).dtype == needed(rewards, told).dtype == torch.float32  # processes add them up
+    assert needed_shares(rewards, told).tolist() == [0, 2]
+    assert needed_shares(rewards, {(0, 0): torch.tensor([1.0, 0.5, 2.0, 1.0])}).tolist() == [0.75, 1]
+    assert (
+        needed_shares(rewards, {}).dtype == needed_shares(rewards, told).dtype == torch.float32
+    )  # processes add them up
 
 
 def test_only_what_was_judged_is_asked_about():
     odd = Odd()
     judged = Judged([{"prompt": "p", "answer": i} for i in range(3)], list("abc"), [[4, 5], [6], [7, 8, 9]])
     rewards = torch.tensor([[1.0], [NAN], [1.0]])
-    told = ask([odd], [0], rewards, judged, "a tokenizer")
+    told = token_worths([odd], [0], rewards, judged, "a tokenizer")
     assert {key: worths.tolist() for key, worths in told.items()} == {(0, 0): [1, 0], (0, 2): [0, 1, 0]}
     assert odd.asked == [
         {
@@ -88,7 +90,7 @@ def test_only_what_was_judged_is_asked_about():
             "tokenizer": "a tokenizer",
         }
     ]
-    assert ask([odd], [0], rewards.fill_(NAN), judged, None) == {} and len(odd.asked) == 1
+    assert token_worths([odd], [0], rewards.fill_(NAN), judged, None) == {} and len(odd.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,11 +108,11 @@ def test_another_number_of_completions_or_tokens_is_refused(returned, message):
 
     judged = Judged([{}, {}], ["a", "b"], [[4, 5], [6, 7]])
     with pytest.raises(ValueError, match=f"of_tokens of reward 'odd' must return None or a number .*, got {message}"):
-        ask([Wrong()], [0], torch.ones(2, 1), judged, None)
+        token_worths([Wrong()], [0], torch.ones(2, 1), judged, None)
 
 
 def test_a_reward_of_weight_zero_is_not_asked():
-    assert speaking([Odd(), tiny.reward, Odd()], torch.tensor([0.0, 1.0, 2.0])) == [2]
+    assert places_of_token_rewards([Odd(), tiny.reward, Odd()], torch.tensor([0.0, 1.0, 2.0])) == [2]
 
 
 def expected_worths(ids: list[list[int]], width: int, *more: float) -> torch.Tensor:

@@ -9,8 +9,6 @@ from trl import GRPOConfig
 
 from tests.troll.trl import tiny
 from troll.trl import TrollConfig, TrollTrainer
-from troll.trl.config import LABORATORY_ESTIMATORS
-from troll.trl.estimators import ESTIMATORS
 from troll_lab.trl import LabConfig, LabTrainer
 
 TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime"}
@@ -64,10 +62,6 @@ def test_each_trainer_refuses_the_configuration_of_the_other(make, tmp_path):
         TrollTrainer(make.model(), tiny.reward, LabConfig(**common))
     with pytest.raises(TypeError, match="must be a LabConfig, got TrollConfig: change the name"):
         LabTrainer(make.model(), tiny.reward, TrollConfig(**common))  # type: ignore[arg-type]  # which is refused
-
-
-def test_the_laboratory_registers_the_estimators_that_the_method_says_it_has():
-    assert {name for name, estimator in ESTIMATORS.items() if estimator.laboratory} == set(LABORATORY_ESTIMATORS)
 
 
 def test_lab_config_adds_no_more_than_it_says():

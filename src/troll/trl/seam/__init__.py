@@ -21,10 +21,13 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer import utils
 
-from troll.trl.seam.needed import MODEL_INPUTS, check
+from troll.trl.seam.needed import MODEL_INPUTS, differences, refuse
 from troll.trust_region.rate import set_rates
 
-check()
+refuse(differences())
+
+FusedCausalLMOutput = utils.FusedCausalLMOutput
+get_config_model_id = utils.get_config_model_id
 
 
 class Scores(NamedTuple):
@@ -44,12 +47,6 @@ class Scores(NamedTuple):
 def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
     """Scores a micro-batch with TRL's scoring, as TRL's loss does."""
     return _scored(trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled)
-
-
-@torch.no_grad()
-def log_probs(trainer: Any, model: Any, rolled_out: dict[str, Any]) -> Tensor:
-    """A model's log-probabilities of a rollout's completions, (B, T), as TRL computes the old policy's."""
-    return _scored(trainer, model, rolled_out, batch_size=trainer.args.per_device_train_batch_size).log_probs
 
 
 def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> Scores:
@@ -112,6 +109,7 @@ def restricted(accelerator: Accelerator, rolled_out: dict[str, Any], kept: Tenso
     return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
 
 
+@torch.no_grad()
 def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
     """The reference model's log-probabilities of a rollout's completions, (B, T), as TRL computes them."""
     model: Any = trainer.ref_model
@@ -120,7 +118,7 @@ def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
         model, policy = trainer.model, trainer.accelerator.unwrap_model(trainer.model)
         adapted = utils.use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
     with adapted:
-        return log_probs(trainer, model, rolled_out)
+        return _scored(trainer, model, rolled_out, batch_size=trainer.args.per_device_train_batch_size).log_probs
 
 
 def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
@@ -187,11 +185,6 @@ def skip_epochs(loader: Any, epochs: int) -> None:
     if isinstance(sampler, utils.RepeatSampler):  # a stream knows its epoch
         for _ in range(epochs):
             next(iter(sampler), None)
-
-
-def generation_defaults() -> dict[str, Any]:
-    """The values that transformers' `generate` takes for settings that are not set."""
-    return GenerationConfig._get_default_generation_params()
 
 
 def score_processors(model: Any, config: GenerationConfig) -> set[str]:
@@ -271,7 +264,3 @@ def _load_and_pack(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
         # A head that shares the embedding's weights has no weights to load, so its packed copy would keep the old ones.
         if hasattr(layer, "cpu_linear") and layer.weight.numel():
             layer.quant_method.process_weights_after_loading(layer)
-
-
-FusedCausalLMOutput = utils.FusedCausalLMOutput
-get_config_model_id = utils.get_config_model_id

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import trl
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
@@ -101,10 +99,6 @@ RELIED_ON = (
         "_last_loaded_step",
     ),
     method(GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", "prompts", "input_ids"),
-)
-
-#: Methods of TRL's `VLLMGeneration`.
-ENGINE = (
     method(
         VLLMGeneration,
         "__init__",
@@ -114,16 +108,13 @@ ENGINE = (
     method(VLLMGeneration, "_init_vllm", "the settings of the engine", uses="llm vllm_client"),
     method(VLLMGeneration, "sync_weights", "weights for vLLM on a CPU", uses="_iter_named_params reset_prefix_cache"),
     method(VLLMGeneration, "generate", "what the engine reports", "prompts images num_generations"),
-)
-
-#: How transformers completes the settings of a call of `generate`, and what it does with the scores.
-GENERATION = (
+    # How transformers completes the settings of a call of `generate`, and what it does with the scores.
     method(
         GenerationMixin,
         "_prepare_generation_config",
         "rollouts without what the model's file says",
         "generation_config",
-        "update generation_config to_dict defaults_only",
+        "update generation_config to_dict defaults_only allow_custom_entries",
     ),
     method(
         GenerationMixin,
@@ -131,7 +122,6 @@ GENERATION = (
         "what changes the distribution of rollouts",
         "generation_config input_ids_seq_length encoder_input_ids device",
     ),
-    method(GenerationConfig, "_get_default_generation_params", "the settings that nobody sets"),
 )
 
 #: Functions of `trl.trainer.utils`, which TRL does not document. TRL 1.14 has no fused head.
@@ -144,36 +134,32 @@ FUNCTIONS = (
 )
 
 
-def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
-    """Yields a sentence for each name that the seam needs and TRL lacks; nothing if all are there.
+def lacking(needed: Iterable[Needed], functions: Iterable[str]) -> Iterator[str]:
+    """Yields a sentence for each method, and each function of `trl.trainer.utils`, that TRL lacks."""
+    for each in needed:
+        yield from each.missing()
+    for name in functions:
+        if not callable(getattr(utils, name, None)):
+            yield f"trl.trainer.utils.{name} is missing"
 
-    In tests, the arguments replace `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils`.
-    """
-    for needed in (*OVERRIDDEN, *RELIED_ON, *ENGINE):
-        yield from dataclasses.replace(needed, owner=trainer if needed.owner is GRPOTrainer else engine).missing()
-    scoring = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+
+def differences() -> Iterator[str]:
+    """Yields a sentence for each difference between the installed TRL and what the seam needs; nothing if it fits."""
+    yield from lacking((*OVERRIDDEN, *RELIED_ON), FUNCTIONS)
+    scoring = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
     if scoring is not None:  # the new policy would be scored without a parameter that we do not know
         unknown = [name for name in inspect.signature(scoring).parameters if name not in SCORING]
         yield from (f"{scoring.__name__} has a new parameter {name}" for name in unknown)
-    for name in FUNCTIONS:
-        if not callable(getattr(functions, name, None)):
-            yield f"trl.trainer.utils.{name} is missing"
-    for needed in GENERATION:
-        yield from needed.missing()
-    if getattr(functions, "_ChunkedLogProbFunction", True) is None:
+    if getattr(utils, "_ChunkedLogProbFunction", True) is None:
         yield "its fused head could not be imported, which takes Triton in TRL 1.15 (pip install triton)"
 
 
-def refuse(missing: Sequence[str]) -> None:
+def refuse(missing: Iterable[str]) -> None:
     """Raises ImportError if anything is missing, such as the result of `differences`."""
-    if missing:
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    found = list(missing)
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise ImportError(
-            f"troll.trl builds on TRL 1.15 and 1.16, and TRL {trl.__version__} is another: {missing[0]}{more}. "
+            f"troll.trl builds on TRL 1.15 and 1.16, and TRL {trl.__version__} is another: {found[0]}{more}. "
             'Install one of these: pip install "trl>=1.15,<1.17"'
         )
-
-
-def check() -> None:
-    """Raises ImportError unless the installed TRL fits."""
-    refuse(list(differences()))

@@ -13,8 +13,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from troll.settings import did_you_mean
-from troll.trl.own_settings import number
+from troll.settings import did_you_mean, number
 from troll.trl.surrogates.formulas import KLPenaltySettings, kl_penalty, regression, troll
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
 from troll.trust_region.probabilities import divergence, floored
@@ -132,7 +131,7 @@ def _check(name: str, surrogate: Surrogate) -> None:
             raise ValueError(f"sets of surrogate {name!r} must name fields of GRPOConfig, got {field_name!r}{hint}")
 
 
-def check_registered(name: str) -> None:
+def check_surrogate(name: str) -> None:
     """Raises ValueError unless a surrogate of this name is registered."""
     if name not in SURROGATES:
         raise ValueError(

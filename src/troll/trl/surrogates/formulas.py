@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from troll.trl.own_settings import number
+from troll.settings import number
 from troll.trl.surrogates.terms import ConfigFields, NoSettings, ScoredTokens, Terms
 from troll.trust_region.policy.truncation import kept_or_not
 from troll.trust_region.probabilities import divergence

@@ -89,15 +89,17 @@ class PolicyOnSupport:
         return entropy_of(outcomes) + outcomes[..., -1].exp() * self.tail_entropy
 
 
-def present_outcomes(first: PolicyOnSupport | SparsePolicy, second: PolicyOnSupport | SparsePolicy) -> Tensor:
-    """(..., K + 1) bool: the outcomes on which two policies are compared, without unused slots and a tail of no mass.
-
-    Raises:
-        ValueError: If the two do not share one support.
-    """
-    same = first.token_ids is second.token_ids or torch.equal(first.token_ids, second.token_ids)
-    if not same:
+def check_one_support(first: PolicyOnSupport | SparsePolicy, second: PolicyOnSupport | SparsePolicy) -> None:
+    """Raises ValueError unless two policies share one support."""
+    if not (first.token_ids is second.token_ids or torch.equal(first.token_ids, second.token_ids)):
         raise ValueError("two policies must share one support: read the new one with log_probs_at(_, old.token_ids)")
+
+
+def present_outcomes(first: PolicyOnSupport | SparsePolicy, second: PolicyOnSupport | SparsePolicy) -> Tensor:
+    """(..., K + 1) bool: the outcomes of one support on which two policies are compared.
+
+    Unused slots are not among them, nor is the tail where neither policy has mass in it.
+    """
     tails = [x.tail_logit if isinstance(x, PolicyOnSupport) else x.tail for x in (first, second)]
     tail_present = (tails[0] > -torch.inf) | (tails[1] > -torch.inf)
     return torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
@@ -118,6 +120,7 @@ def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | Sparse
     Raises:
         ValueError: If the two do not share one support.
     """
+    check_one_support(new, old)
     present = present_outcomes(new, old)
     log_new, log_old = as_float(new.outcomes), as_float(old.outcomes)
     # Where new has no mass only old's part of the term is left: the difference would be −inf there, and 0 · −inf NaN.

@@ -18,6 +18,9 @@ from .sparse import (
     leave_inference_mode,
 )
 
+#: The fields that have one entry for each slot, and those that have one for each position.
+OF_SLOTS, OF_POSITIONS = ("token_ids", "log_probs"), ("counts", "tail_log_prob", "slot")
+
 
 @dataclass(frozen=True, eq=False)
 class PackedPolicy:
@@ -141,31 +144,22 @@ class PackedPolicy:
         # The distance by which each slot moves; the length is given to avoid another host sync.
         shift = (starts - ends + counts.flatten()).repeat_interleave(counts.flatten(), output_size=length)
         slots = torch.arange(length, device=shift.device) + shift
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids[slots],
-            log_probs=self.log_probs[slots],
-            counts=counts,
-            tail_log_prob=self.tail_log_prob.flatten()[positions],
-            slot=self.slot.flatten()[positions],
-        )
+        return self._part(slots, lambda x: x.flatten()[positions])
 
     def _entries(self, index: int | slice) -> PackedPolicy:
         """Views of one or successive entries of the first dimension."""
-        counts = self.counts[index]  # first, since it says where an index is out of range
+        self.counts[index]  # an index that is out of range raises here
         entries = range(self.shape[0])[index]
         entries = range(entries, entries + 1) if isinstance(entries, int) else entries
         positions, offsets = self.shape[1:].numel(), self.offsets
         edges = torch.stack([offsets[entries.start * positions], offsets[entries.stop * positions]])
-        slots = slice(*edges.tolist())
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids[slots],
-            log_probs=self.log_probs[slots],
-            counts=counts,
-            tail_log_prob=self.tail_log_prob[index],
-            slot=self.slot[index],
-        )
+        return self._part(slice(*edges.tolist()), lambda x: x[index])
+
+    def _part(self, slots: Tensor | slice, positions_of: Callable[[Tensor], Tensor]) -> PackedPolicy:
+        """Some slots, and the positions that they belong to."""
+        parts: dict[str, Any] = {name: getattr(self, name)[slots] for name in OF_SLOTS}
+        parts |= {name: positions_of(getattr(self, name)) for name in OF_POSITIONS}
+        return dataclasses.replace(self, **parts)
 
     def unbind(self) -> list[PackedPolicy]:
         """The entries of the first dimension, usually a sequence each, as views, with one wait for the device in all.
@@ -176,16 +170,10 @@ class PackedPolicy:
         if not self.shape:
             raise ValueError("a policy of a single position has no dimension to unbind")
         sizes = self.counts.reshape(self.shape[0], self.shape[1:].numel()).sum(-1).tolist()
-        entries = zip(
-            self.token_ids.split(sizes),
-            self.log_probs.split(sizes),
-            self.counts.unbind(),
-            self.tail_log_prob.unbind(),
-            self.slot.unbind(),
-            strict=True,
-        )
-        names = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
-        return [dataclasses.replace(self, **dict(zip(names, tensors, strict=True))) for tensors in entries]
+        parts = {name: getattr(self, name).split(sizes) for name in OF_SLOTS}
+        parts |= {name: getattr(self, name).unbind() for name in OF_POSITIONS}
+        entries = zip(*parts.values(), strict=True)
+        return [dataclasses.replace(self, **dict(zip(parts, tensors, strict=True))) for tensors in entries]
 
     @staticmethod
     def stack(policies: Sequence[PackedPolicy]) -> PackedPolicy:
@@ -222,10 +210,8 @@ class PackedPolicy:
 
 def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Tensor]) -> PackedPolicy:
     """Joins policies: slots one policy after the other, and tensors with one entry a position by `join`."""
-    positions = {
-        name: join([getattr(policy, name) for policy in policies]) for name in ("counts", "tail_log_prob", "slot")
-    }
-    slots = {name: torch.cat([getattr(policy, name) for policy in policies]) for name in ("token_ids", "log_probs")}
+    positions = {name: join([getattr(policy, name) for policy in policies]) for name in OF_POSITIONS}
+    slots = {name: torch.cat([getattr(policy, name) for policy in policies]) for name in OF_SLOTS}
     top_k = max(policy.top_k for policy in policies)
     temperature = common_temperature("policies", [policy.temperature for policy in policies])
     return dataclasses.replace(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_integers, check_shape, check_tokens_in, shape_text
+from ..checks import check_floating, check_integers, check_shape, check_tokens_in, shape_text
 from ..kernels import MAX_SELECTED, use_triton
 from ..probabilities import PROBABILITY_FLOOR, as_float
 from .on_support import PolicyOnSupport
@@ -249,8 +249,7 @@ def _check_entries(
     for name, ids in (("token_ids", token_ids), ("sampled_ids", sampled_ids)):
         check_integers(name, ids)
     for name, values in (("log_probs", log_probs), ("sampled_log_probs", sampled_log_probs)):
-        if not values.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {values.dtype}")
+        check_floating(name, values)
     check_shape("sampled_log_probs", sampled_log_probs, sampled_ids.shape)
     for name, tensor in (("token_ids", token_ids), ("log_probs", log_probs)):
         if tensor.dim() == 0 or tensor.shape[-1] == 0 or tensor.shape != (*sampled_ids.shape, token_ids.shape[-1]):

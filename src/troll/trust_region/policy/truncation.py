@@ -181,9 +181,10 @@ def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSuppor
         old: The old policy, truncated.
     """
     slot, cut = torch.zeros_like(old.slot), old.tail_log_prob
+    ids = slot.unsqueeze(-1)
     rest = torch.where(cut > -torch.inf, new.tail_logit, -torch.inf)
     log_kept = torch.log(-torch.expm1(cut)).unsqueeze(-1)
     return (
-        PolicyOnSupport(slot.unsqueeze(-1), torch.logsumexp(new.logits, -1, keepdim=True), rest, new.vocab_size),
-        SparsePolicy(slot.unsqueeze(-1), log_kept, cut, slot, old.vocab_size, old.mass_threshold),
+        PolicyOnSupport(ids, torch.logsumexp(new.logits, -1, keepdim=True), rest, new.vocab_size),
+        SparsePolicy(ids, log_kept, cut, slot, old.vocab_size, old.mass_threshold),
     )

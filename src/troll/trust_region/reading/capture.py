@@ -55,6 +55,24 @@ def capture(
     return capture_kept(source, token_ids, top_k, truncation)[0]
 
 
+def capture_with_entropy(
+    source: LogitsSource,
+    token_ids: Tensor,
+    *,
+    top_k: int,
+    mass_threshold: float,
+    truncation: Truncation | None = None,
+) -> tuple[SparsePolicy, Tensor]:
+    """Captures the old policy, and computes the entropy over the whole vocabulary, (...), in nats, in one pass.
+
+    Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
+    """
+    slots, threshold = (top_k, mass_threshold) if truncation is None else (_slots(top_k, truncation), 0.0)
+    old, entropy = _captured(source, token_ids, slots, threshold, entropy=True)
+    assert entropy is not None
+    return old if truncation is None else capture_kept(source, token_ids, top_k, truncation, first=old)[0], entropy
+
+
 @torch.no_grad()
 def capture_kept(
     source: LogitsSource | PolicyOnSupport,
@@ -100,24 +118,6 @@ def _slots(top_k: int, truncation: Truncation) -> int:
     return max(top_k, truncation.top_k + 2)
 
 
-def capture_with_entropy(
-    source: LogitsSource,
-    token_ids: Tensor,
-    *,
-    top_k: int,
-    mass_threshold: float,
-    truncation: Truncation | None = None,
-) -> tuple[SparsePolicy, Tensor]:
-    """Captures the old policy, and computes the entropy over the whole vocabulary, (...), in nats, in one pass.
-
-    Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
-    """
-    slots, threshold = (top_k, mass_threshold) if truncation is None else (_slots(top_k, truncation), 0.0)
-    old, entropy = _captured(source, token_ids, slots, threshold, entropy=True)
-    assert entropy is not None
-    return old if truncation is None else capture_kept(source, token_ids, top_k, truncation, first=old)[0], entropy
-
-
 @torch.no_grad()
 def _captured(
     source: LogitsSource | PolicyOnSupport, token_ids: Tensor, top_k: int, mass_threshold: float, entropy: bool
@@ -133,15 +133,15 @@ def _captured(
     if isinstance(source, PolicyOnSupport):
         top, entropies = largest_of_policy(source, sampled, top_k), None
     else:
-        top, entropies = _top(source, sampled, top_k, entropy)
+        top, entropies = _largest_of_source(source, sampled, top_k, entropy)
     old = policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
     old = dataclasses.replace(old, temperature=None if source.temperature is None else float(source.temperature))
     return old, None if entropies is None else entropies.view(token_ids.shape)
 
 
-def _top(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool) -> tuple[Top, Tensor | None]:
+def _largest_of_source(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool) -> tuple[Top, Tensor | None]:
     """The largest logits of a source, the sampled tokens' and the log-sum-exp of all others; and the entropy, (N,)."""
-    with source.reading(top_k, MAX_SELECTED) as reading:
+    with source.reading(source.tile_class(top_k, MAX_SELECTED)) as reading:
         k = min(top_k, reading.vocabulary.width)
         logits = sampled.new_full((len(sampled), k + 1), -torch.inf, dtype=float_dtype(reading.dtype))
         outside, selected = TailSums.empty(logits, entropy), []
@@ -162,6 +162,7 @@ def _entropy(own: PolicyOnSupport, vocabulary: Vocabulary) -> Tensor:
     """The entropy over the vocabulary, (N,), from the outcomes of this process's slice of it."""
     total, entropy = torch.logsumexp(torch.cat([own.logits, own.tail_logit.unsqueeze(-1)], -1), -1), own.entropy
     assert entropy is not None
+    # Only the two numbers of each slice are exchanged, so the support has no slots.
     _, totals, entropies = vocabulary.merge_support(own.logits[:, :0], own.token_ids[:, :0], total, entropy)
     log_weight = torch.log_softmax(totals, -1)
     # A slice with only padding has no mass and no entropy.

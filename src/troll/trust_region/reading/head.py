@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_shape, shape_text
-from ..kernels import MAX_OUTCOMES, switched_on
+from ..kernels import switched_on
 from ..policy.top import BLOCK
 from ..probabilities import as_float, float_dtype
 from .source import LogitsSource, Reading, slices
@@ -93,10 +93,10 @@ class LMHead(LogitsSource):
         return len(self.weight)
 
     @contextmanager
-    def reading(self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Iterator[Reading]:
+    def reading(self, tile: type[Tile], dtype: torch.dtype | None = None) -> Iterator[Reading]:
         """See the parent."""
         with nullcontext() if self.gathered is None else self.gathered(self.weight, self.bias):
-            yield _HeadReading(self, slots, max_slots, dtype or self._product_dtype())
+            yield _HeadReading(self, tile, dtype or self._product_dtype())
 
     def _product_dtype(self) -> torch.dtype:
         device = self.hidden.device.type
@@ -107,13 +107,11 @@ class LMHead(LogitsSource):
 class _HeadReading(Reading):
     """Tiles that are not kept lie in the same memory: allocating each would cost as much as its matrix product."""
 
-    def __init__(self, head: LMHead, slots: int, max_slots: int, dtype: torch.dtype) -> None:
-        self._memory = head.hidden.new_empty(0, dtype=dtype)
-        super().__init__(head, self._memory, slots, max_slots)
+    def __init__(self, head: LMHead, tile: type[Tile], dtype: torch.dtype) -> None:
+        super().__init__(head, tile, dtype)
         self._head = head
+        self._memory = head.hidden.new_empty(0, dtype=dtype)
         self._hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
-        # The operands of the last tile, in the computing dtype.
-        self._hidden_part = self._weight_part = self._memory
         self._room = -1  # bytes of tiles that may still be kept
 
     def keep(self, needed: Sequence[bool]) -> None:
@@ -124,6 +122,10 @@ class _HeadReading(Reading):
 
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """See the parent."""
+        return (tile for tile, _, _ in self._products(whole_rows))
+
+    def _products(self, whole_rows: bool = False) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        """The tiles, and of each the hidden states and the rows of the weight whose product it is, in `dtype`."""
         width, most_rows = self._head.width, max(1, min(self.tokens, TOKEN_TILE))
         most_columns = min(VOCABULARY_TILE, 1 << (TILE_LOGITS // most_rows).bit_length() - 1)
         if whole_rows:
@@ -132,17 +134,16 @@ class _HeadReading(Reading):
         kept, self.kept = self.kept, []
         for rows in slices(self.tokens, most_rows):
             at = rows if self.row_index is None else self.row_index[rows]
-            self._hidden_part = self._hidden[at].to(self.dtype)
+            hidden = self._hidden[at].to(self.dtype)
             for columns in slices(width, most_columns):
-                self._weight_part = self._head.weight[columns].to(self.dtype)
-                product = kept.pop(0) if kept else self._product(columns)
+                weight = self._head.weight[columns].to(self.dtype)
+                product = kept.pop(0) if kept else self._product(hidden, weight, columns)
                 first = self.vocabulary.start + columns.start
-                yield self.tile.of_product(product, self.transform, first, rows, columns)
+                yield self.tile.of_product(product, self.transform, first, rows, columns), hidden, weight
 
-    def _product(self, columns: slice) -> Tensor:
-        width = columns.stop - columns.start
-        product = self._empty(len(self._hidden_part), width)
-        torch.mm(self._hidden_part, self._weight_part.t(), out=product)
+    def _product(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
+        product = self._empty(len(hidden), len(weight))
+        torch.mm(hidden, weight.t(), out=product)
         if self._head.bias is not None:
             product.add_(self._head.bias[columns].to(self.dtype))
         return product
@@ -182,12 +183,12 @@ class _HeadReading(Reading):
             grad_weight = torch.zeros_like(weight, dtype=precise) if summed else torch.empty_like(weight)
         if needed[2] and bias is not None:
             grad_bias = torch.zeros_like(bias, dtype=precise)
-        for tile in self.tiles():
+        for tile, hidden_part, weight_part in self._products():
             grad = tile.gradient(rows_of(support, tile.rows), rows_of(upstream, tile.rows)).to(self.dtype)
             if grad_hidden is not None:
-                _product_into(grad_hidden[tile.rows], grad, self._weight_part, add=True)
+                _product_into(grad_hidden[tile.rows], grad, weight_part, add=True)
             if grad_weight is not None:
-                _product_into(grad_weight[tile.columns], grad.t(), self._hidden_part, add=summed)
+                _product_into(grad_weight[tile.columns], grad.t(), hidden_part, add=summed)
             if grad_bias is not None:
                 grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
         if grad_hidden is not None:

@@ -20,13 +20,13 @@ VARIABLE = "TROLL_AUTOTUNE"
 #: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads in each thread, so that much data
 #: is on its way, and few warps, so that a reduction does not wait for many.
 TABLE = {
-    "_read_kernel": {2: (2048, 4), 4: (1024, 4)},
-    "_block_sums_kernel": {2: (2048, 4), 4: (1024, 4)},
-    "_gradient_kernel": {2: (2048, 4), 4: (1024, 4)},
-    "_products_kernel": {2: (256, 4), 4: (128, 4)},
+    "read_kernel": {2: (2048, 4), 4: (1024, 4)},
+    "block_sums_kernel": {2: (2048, 4), 4: (1024, 4)},
+    "gradient_kernel": {2: (2048, 4), 4: (1024, 4)},
+    "products_kernel": {2: (256, 4), 4: (128, 4)},
 }
 
-#: The numbers of each warp among which `_select_kernel` selects: more would not stay in registers.
+#: The numbers of each warp among which `select_kernel` selects: more would not stay in registers.
 SELECTED_A_WARP = 256
 
 #: The smallest number of rows to tune on: with fewer, multiprocessors are idle, and times do not carry over to more

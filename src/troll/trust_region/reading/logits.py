@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels import MAX_OUTCOMES
 from .source import LogitsSource, Reading, slices
 from .tiles import Support, TensorRows, Tile, Upstream, rows_of
 
@@ -71,11 +70,9 @@ class Logits(LogitsSource):
         """The number of vocabulary entries that this process holds."""
         return self.logits.shape[-1]
 
-    def reading(
-        self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
-    ) -> AbstractContextManager[Reading]:
+    def reading(self, tile: type[Tile], dtype: torch.dtype | None = None) -> AbstractContextManager[Reading]:
         """See the parent."""
-        return nullcontext(_LogitsReading(self, slots, max_slots))
+        return nullcontext(_LogitsReading(self, tile))
 
 
 def is_whole(logits: Tensor) -> bool:
@@ -84,9 +81,9 @@ def is_whole(logits: Tensor) -> bool:
 
 
 class _LogitsReading(Reading):
-    def __init__(self, source: Logits, slots: int, max_slots: int) -> None:
+    def __init__(self, source: Logits, tile: type[Tile]) -> None:
         logits = source.logits
-        super().__init__(source, logits, slots, max_slots)
+        super().__init__(source, tile, logits.dtype)
         self._donate, self._shape = source.donate, logits.shape
         # Columns that are not contiguous would be slow to read, and are rare enough for a copy.
         self._logits = logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()

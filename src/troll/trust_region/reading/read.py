@@ -65,9 +65,9 @@ def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSu
 class _Read(torch.autograd.Function):
     """Reads in one pass over the tiles; the backward pass is another, which writes every logit's gradient.
 
-    With w_v = e^{z_v − tail_logit}, a = ∂L/∂(tail_logit) and h = ∂L/∂(tail_entropy), a logit outside the support has
-    the gradient `w_v (a − h (log w_v + tail_entropy))`. A logit on the support has the gradient that arrives at its
-    slot. That is written over the former, since an addition would cancel.
+    `Upstream` has the formula for logits outside the support, with a = ∂L/∂(tail_logit) and h = ∂L/∂(tail_entropy). A
+    logit on the support has the gradient that arrives at its slot, which is written over what the formula gives: an
+    addition would cancel.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Read(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tokens, slots = token_ids.shape
         support = Support.from_ids(token_ids)
-        with source.with_tensors(*tensors).reading(slots) as reading:
+        with source.with_tensors(*tensors).reading(source.tile_class(slots)) as reading:
             dtype = float_dtype(reading.dtype)
             logits = torch.full((tokens, slots), -torch.inf, dtype=dtype, device=token_ids.device)
             outside = TailSums.empty(logits, entropy)
@@ -96,7 +96,8 @@ class _Read(torch.autograd.Function):
         outside = TailSums(*merged).over_slices()
         tail_logit, tail_entropy = outside.log_sum, outside.entropy
         ctx.save_for_backward(*tensors, *support, logits, tail_logit, tail_entropy)  # type: ignore[arg-type]
-        ctx.source, ctx.dtype = source.with_tensors(*(None for _ in tensors)), reading.dtype  # type: ignore[attr-defined]
+        ctx.source = source.with_tensors(*(None for _ in tensors))  # type: ignore[attr-defined]
+        ctx.tile, ctx.dtype = reading.tile, reading.dtype  # type: ignore[attr-defined]
         ctx.kept, ctx.spent = reading.kept, False  # type: ignore[attr-defined]
         return logits, tail_logit, tail_entropy
 
@@ -124,7 +125,7 @@ class _Read(torch.autograd.Function):
             None if grad_entropy is None else tail_entropy,
             grad_entropy,
         )
-        with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
+        with ctx.source.with_tensors(*tensors).reading(ctx.tile, ctx.dtype) as reading:
             # They receive the gradient: a second backward pass computes them again.
             reading.kept, ctx.kept = ctx.kept, []
             gradients = reading.gradients(Support(ids, ascending), upstream, ctx.needs_input_grad[4:])

@@ -12,17 +12,11 @@ registers, and a sort of the same numbers dozens.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..kernels import VARIABLE, launching_on
-from ..policy.top import BLOCK
 from ..probabilities_triton import sortable
-from .launch_triton import grid_of, launcher, select_warps
-from .memory_triton import Memory, logits_of, row_of
-from .tiles import TailSums, Transform
+from .memory_triton import logits_of, row_of
 
 #: The widest tile: a program holds its blocks' maxima in registers, and counts them in 15 bits.
 LARGEST_WIDTH = 2**20
@@ -34,74 +28,8 @@ PARTS = 1024
 _NO_BLOCK, _NOWHERE = tl.constexpr(2**24), tl.constexpr(2**31 - 1)
 
 
-def select(
-    memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int, logits: Tensor, outside: TailSums
-) -> Tensor:
-    """Computes `Tile.select` for the tile in this memory with three launches, or two; NaN is selected last.
-
-    Raises:
-        ValueError: If the tile is wider than `LARGEST_WIDTH`.
-    """
-    width = memory.width
-    if width > LARGEST_WIDTH:
-        raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {width}: set {VARIABLE}=torch")
-    rows, blocks = len(sampled), triton.cdiv(width, BLOCK)
-    ids = sampled.new_empty((rows, k + 1), dtype=torch.int64)
-    if not rows:
-        return ids
-    # With so few blocks, all of them are candidates.
-    everything = blocks <= k
-    entropy = outside.weighted_sum is not None
-    of_blocks = logits.new_empty((3 if entropy else 2, 0 if everything else rows, blocks))
-    parts = of_blocks[0], of_blocks[1], of_blocks[2] if entropy else None
-    chosen, selected = (sampled.new_empty((rows, n), dtype=torch.int32) for n in (k + 1, k))
-    arguments, constants = memory.arguments(transform), memory.constants(transform) | {"BLOCK": BLOCK}
-    held = 1 if everything else triton.next_power_of_2(blocks)
-    candidates = triton.next_power_of_2(blocks if everything else k)
-
-    with launching_on(sampled.device):
-        if not everything:
-            launcher(_block_sums_kernel, grid_of(rows, width), rows, width, memory.values)(
-                *arguments, *parts, blocks, ENTROPY=entropy, **constants
-            )
-        _select_kernel[(rows,)](
-            *arguments,
-            first,
-            parts[0],
-            blocks,
-            chosen,
-            selected,
-            sampled.contiguous(),
-            ids,
-            logits,
-            k,
-            **constants,
-            EVERYTHING=everything,
-            BLOCKS=held,
-            CANDIDATES=candidates,
-            SLOTS=triton.next_power_of_2(k),
-            num_warps=select_warps(max(held, candidates * BLOCK)),
-        )
-        _outside_kernel[(rows,)](
-            *arguments,
-            *parts,
-            blocks,
-            chosen,
-            selected,
-            ids,
-            first,
-            k,
-            *outside,
-            **constants,
-            ENTROPY=entropy,
-            EVERYTHING=everything,
-            PARTS=PARTS,
-        )
-    return ids
-
-
 @triton.jit
-def _block_sums_kernel(
+def block_sums_kernel(
     values,
     offsets,
     stride,
@@ -118,6 +46,7 @@ def _block_sums_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """The maximum and the sums of each block of a row."""
     row = tl.program_id(0).to(tl.int64)
     tile = row_of(values, offsets, stride, row, ALIGNMENT)
     block = tl.program_id(1) * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
@@ -138,7 +67,7 @@ def _block_sums_kernel(
 
 
 @triton.jit
-def _select_kernel(
+def select_kernel(
     values,
     offsets,
     stride,
@@ -162,6 +91,7 @@ def _select_kernel(
     CANDIDATES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    """The k largest logits of a row, in two selections: of blocks, unless all are candidates, and in these."""
     row = tl.program_id(0).to(tl.int64)
     tile = row_of(values, offsets, stride, row, ALIGNMENT)
     chosen += row * (k + 1)
@@ -207,7 +137,7 @@ def _select_kernel(
 
 
 @triton.jit
-def _outside_kernel(
+def outside_kernel(
     values,
     offsets,
     stride,
@@ -233,6 +163,7 @@ def _outside_kernel(
     EVERYTHING: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """The sums over what was not selected in a row: of whole blocks, and logit by logit in the chosen ones."""
     row = tl.program_id(0).to(tl.int64)
     tile = row_of(values, offsets, stride, row, ALIGNMENT)
     chosen += row * (k + 1)

@@ -60,15 +60,22 @@ class LogitsSource(ABC):
         vars(other)["rows"] = positions if self.rows is None else self.rows[positions]
         return other
 
+    def tile_class(self, slots: int, max_slots: int = MAX_OUTCOMES) -> type[Tile]:
+        """What computes on this source: `TritonTile` for up to `max_slots` numbers a token on a GPU, else `Tile`."""
+        first = self.tensors[0]
+        assert first is not None
+        if not use_triton(first, slots, max_slots):
+            return Tile
+        from .tiles_triton import TritonTile
+
+        return TritonTile
+
     @abstractmethod
-    def reading(
-        self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
-    ) -> AbstractContextManager[Reading]:
+    def reading(self, tile: type[Tile], dtype: torch.dtype | None = None) -> AbstractContextManager[Reading]:
         """A context manager that gives a `Reading`, and keeps sharded parameters gathered meanwhile.
 
         Args:
-            slots: How many numbers a kernel holds for each token.
-            max_slots: Torch computes if there are more slots than this.
+            tile: The class of the tiles, from `tile_class`.
             dtype: The dtype in which logits are computed; None for that of the forward pass, which `Reading.dtype`
                 gives.
         """
@@ -109,23 +116,18 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 class Reading(ABC):
-    """One pass over the tiles of a source; they have the dtype and device of `memory`."""
+    """One pass over the tiles of a source, each of the class `tile`, which compute in `dtype`."""
 
-    def __init__(self, source: LogitsSource, memory: Tensor, slots: int, max_slots: int) -> None:
+    def __init__(self, source: LogitsSource, tile: type[Tile], dtype: torch.dtype) -> None:
+        self.tile, self.dtype = tile, dtype
         self.transform, self.vocabulary = source.transform, source.vocabulary
-        self.dtype = memory.dtype
         #: N, the number of tokens.
         self.tokens = source.shape.numel()
         #: Which rows of the source's tensor they are, (N,); None for all.
         self.row_index = None if source.rows is None else source.rows.long()
-        #: The memory of the first tiles, (n, W) each, that the next pass takes instead of computing them.
+        #: The memory of the first tiles, (n, W) each, that the next pass takes instead of computing them: the forward
+        #: pass leaves them after `keep`, and autograd's context brings them to the backward pass.
         self.kept: list[Tensor] = []
-        #: The class of the tiles.
-        self.tile: type[Tile] = Tile
-        if use_triton(memory, slots, max_slots):
-            from .tiles_triton import TritonTile
-
-            self.tile = TritonTile
 
     def keep(self, needed: Sequence[bool]) -> None:  # noqa: B027
         """Lets the next pass leave tiles in `kept`, if computing them again for `gradients` would cost more.

@@ -55,7 +55,10 @@ class Support(NamedTuple):
     ids: Tensor
     """(n, K) int64, different in a row; −1 in unused slots."""
     ascending: Tensor
-    """(n, K) int64: the same ids in ascending order; `NO_TOKEN` for the unused slots, which come last."""
+    """(n, K) int64: the same ids in ascending order; `NO_TOKEN` for the unused slots, which come last.
+
+    Only the Triton kernel needs them: it leaves each out of the sums when it comes to its column.
+    """
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> Support:

@@ -1,8 +1,9 @@
 """The undocumented parts of verl, Megatron and vLLM that the plug-in uses: the purpose of each, and its parameters.
 
-verl changes every few weeks. So `training` and `rollout` do not check its version: at import they check that every
-class, method and parameter is there, and report what is missing. Nothing else in `troll.verl` imports from verl. A
-process imports only the module that it needs: a server does not load the training engines.
+verl changes every few weeks. So nothing here checks its version: `training` and `rollout` check at import that every
+class, method and parameter is there, `vllm` when a server starts, and they report what is missing. Nothing else in
+`troll.verl` imports from verl. A process imports only the module that it needs: a server does not load the training
+engines.
 """
 
 from __future__ import annotations

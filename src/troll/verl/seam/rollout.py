@@ -11,7 +11,7 @@ try:
     from verl.utils.rollout_trace import rollout_trace_op
     from verl.utils.tokenizer import normalize_token_ids
     from verl.workers.rollout.llm_server import LLMServerClient
-    from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+    from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 except ImportError as error:
     raise lacking(error) from error
 

@@ -22,8 +22,10 @@ from troll_lab.rewards.mathematics.reading import Answer, Item, read
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
 _SPACE = re.compile(r"(?<![\d.]) | (?![\d.])", re.ASCII)  # not in `10 18`
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+# Operators with a symbol of their own, which no number can replace.
+_BINDING = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 # Operators that an answer may leave unevaluated.
-_UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
+_UNEVALUATED = (*_BINDING, sympy.Derivative)
 
 # math-verify rounds to six decimals, so that 1e-8 equals 0; below this, relative differences count.
 _SMALL = 0.1
@@ -99,7 +101,7 @@ class _Comparison:
         self._small = {name: name.lower() for side in names for name in side if len(name.split("_")[0]) == 1}
         if any(len({self._small.get(name, name) for name in side}) < len(side) for side in names):
             self._small = {}
-        # Programs write E and I for them.
+        # Programs write E for Euler's number, and I, which `notation.py` makes `\mathcal{I}`, for the imaginary unit.
         added = names[1] - names[0]
         self._constants = {"i": sympy.I} | ({"E": sympy.E, "e": sympy.E} if "E" in added else {})
         self._constants |= {"math{I}": sympy.I} if "math{I}" in added else {}
@@ -198,7 +200,7 @@ class _Comparison:
 
     def _named(self, value: Any) -> Any:
         """The value with the names and the assumptions that symbols have in both answers."""
-        if not isinstance(value, sympy.Basic) or value.has(*_UNEVALUATED[:-1]):
+        if not isinstance(value, sympy.Basic) or value.has(*_BINDING):
             return value
         assumption = {"positive" if self._positive else "real": True}
         names = {symbol: self._small.get(symbol.name, symbol.name) for symbol in _symbols(value)}
@@ -220,7 +222,7 @@ class _Comparison:
         """
         if gold == answer:
             return True
-        if any(side.has(*_UNEVALUATED[:-1]) or _is_word(side) for side in (gold, answer)):
+        if any(side.has(*_BINDING) or _is_word(side) for side in (gold, answer)):
             return None
         sides = [self._evaluable(side) for side in (gold, answer)]
         if sides[0] == sides[1] or all(side.is_Rational for side in sides):

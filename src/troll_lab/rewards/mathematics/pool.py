@@ -85,7 +85,7 @@ class _Pool:
             while len(processes) < min(len(questions), len(self._processes)):
                 processes.append(self._idle.get_nowait())
         try:
-            return self._ask(processes, questions, (cpu_seconds, positive_symbols))
+            return self._divide(questions, processes, (cpu_seconds, positive_symbols))
         finally:
             for process in processes:
                 if process.is_busy:  # after an exception, its verdict is not read
@@ -102,9 +102,10 @@ class _Pool:
         for process in self._processes:
             process.abandon()
 
-    def _ask(
-        self, processes: Sequence[_Process], questions: Sequence[tuple[str, str]], how: tuple[float, bool]
+    def _divide(
+        self, questions: Sequence[tuple[str, str]], processes: Sequence[_Process], how: tuple[float, bool]
     ) -> list[Comparison]:
+        """Gives each idle process the next question, until all are answered."""
         comparisons: dict[int, Comparison] = {}
         unasked = list(reversed(range(len(questions))))
         asked: dict[_Process, int] = {}

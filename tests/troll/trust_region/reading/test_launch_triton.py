@@ -36,9 +36,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_sizes_of_table_are_powers_of_two():
-    assert launch_triton.sizes_of("_gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
-    assert launch_triton.sizes_of("_gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
-    assert launch_triton.sizes_of("_gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
+    assert launch_triton.sizes_of("gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
+    assert launch_triton.sizes_of("gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
+    assert launch_triton.sizes_of("gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
     for name, sizes in launch_triton.TABLE.items():
         for bytes_each in sizes:
             for columns, warps in launch_triton.candidates(name, bytes_each):
@@ -76,7 +76,7 @@ def test_tuning_adds_sums_once(entropy, request):
     names = request.getfixturevalue("tuned")
     for got, want in zip(folded(4, entropy), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    assert set(names) == {"_read_kernel"}
+    assert set(names) == {"read_kernel"}
 
 
 def test_gradient_is_tuned_only_where_logits_stay(tuned):
@@ -84,9 +84,9 @@ def test_gradient_is_tuned_only_where_logits_stay(tuned):
     support, row = Support.from_ids(some_ids(4, 5, FIRST, FIRST + 300)), torch.zeros(4, device=DEVICE)
     upstream = Upstream(row, row + 1, torch.ones(4, 5, device=DEVICE), None, None)
     part.tile.write_gradient(support, upstream, out.source)
-    assert tuned == ["_gradient_kernel"]
+    assert tuned == ["gradient_kernel"]
     part.tile.gradient(support, upstream)
-    assert tuned == ["_gradient_kernel"]
+    assert tuned == ["gradient_kernel"]
     torch.testing.assert_close(part.values(), out.values(), rtol=1e-6, atol=0)
 
 

@@ -1,6 +1,6 @@
 """Answers that were graded wrongly by some grader, by their gold answers."""
 
-from troll_lab.rewards.mathematics.comparison import compare
+from troll_lab.rewards.mathematics.grader import compare
 from troll_lab.rewards.mathematics.pool import Comparison
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.troll_lab.rewards.mathematics.hostile_answers import HOSTILE
 from tests.troll_lab.rewards.mathematics.kinds import LEFT_TO_DO, MORE, RIGHT, UNSOLVED, WRONG, accepted
-from troll_lab.rewards.mathematics.comparison import compare
+from troll_lab.rewards.mathematics.grader import compare
 from troll_lab.rewards.mathematics.pool import Comparison
 from troll_lab.rewards.mathematics.texts import MAX_CHARACTERS
 

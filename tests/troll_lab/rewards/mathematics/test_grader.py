@@ -33,9 +33,7 @@ def test_verdicts():
 
 @pytest.mark.parametrize("trouble", [Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED])
 def test_grade_leaves_answers_unscored_when_the_machine_fails(monkeypatch, trouble):
-    monkeypatch.setattr(
-        "troll_lab.rewards.mathematics.comparison.ask", lambda questions, *how: [trouble] * len(questions)
-    )
+    monkeypatch.setattr("troll_lab.rewards.mathematics.grader.ask", lambda questions, *how: [trouble] * len(questions))
     texts = [r"\boxed{\frac{36}{2}}", r"\boxed{18}", r"\boxed{19}", "18"]
     verdicts = MathGrader().grade(texts, answer=["18"] * 4)
     assert verdicts[0] == Verdict(None, r"\frac{36}{2}", trouble.value)
@@ -121,7 +119,7 @@ def test_mistakes_of_the_user():
 
 
 def test_without_math_verify(monkeypatch):
-    monkeypatch.setattr("troll_lab.rewards.mathematics.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("troll_lab.rewards.mathematics.grader.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "troll-rl\[tasks\]"'):
         success.grade([r"\boxed{18}"], answer=["18"])
 

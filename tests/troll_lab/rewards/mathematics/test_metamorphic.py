@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.troll_lab.rewards.mathematics.rendering import Latex, PlainLatex, Program, Unicode, differ, perturbed, trees
 from troll_lab.rewards.answers import final_answer
-from troll_lab.rewards.mathematics.comparison import compare
+from troll_lab.rewards.mathematics.grader import compare
 from troll_lab.rewards.mathematics.pool import Comparison
 
 _NOTATIONS = {

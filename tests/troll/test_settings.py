@@ -1,12 +1,11 @@
-"""Settings that arrive as a dictionary."""
+"""What a number in the settings may be, and settings that arrive as a dictionary."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 
-from troll.trl.own_settings import number, parse
-from troll.trl.ranges import RANGES
+from troll.settings import RANGES, number, parse
 
 
 @dataclass(frozen=True)

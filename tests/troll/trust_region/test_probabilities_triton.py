@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tests.troll.trust_region.cases import array, tensor
-from troll.trust_region import dual_triton
+from troll.trust_region import probabilities_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _divergence_kernel(p_ptr, q_ptr, x_ptr, terms_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     p, q, x = tl.load(p_ptr + at), tl.load(q_ptr + at), tl.load(x_ptr + at)
-    tl.store(terms_ptr + at, dual_triton.divergence_terms(p, q, x))
+    tl.store(terms_ptr + at, probabilities_triton.divergence_terms(p, q, x))
 
 
 def test_divergence_terms():
