@@ -72,6 +72,17 @@ def test_bounds_below_float32_end_the_search(family):
     assert (step.kl_after <= kl_bound * (1 + 1e-3))[step.projected].all()
 
 
+@pytest.mark.parametrize(("family", "size", "seed"), [("masked", 7, 2), ("nearly_disjoint", 33, 3)])
+def test_search_meets_bound_where_newton_overshoots(family, size, seed):
+    """The bracket's upper end is needed for some of these policies."""
+    old_logits, new_logits = (tensor(x, torch.float32).to(DEVICE) for x in pairs(family, 10, size, seed=seed))
+    kl_bound = tensor(bounds(10, seed=seed), torch.float32).to(DEVICE)
+    old = troll.capture(old_logits, old_logits.argmax(-1), top_k=size - 1, mass_threshold=0.0)
+    step = troll.trust_region_step(new_logits, old, kl_bound)
+    assert step.projected.any()
+    torch.testing.assert_close(step.kl_after[step.projected], kl_bound[step.projected], rtol=1e-3, atol=0)
+
+
 def test_bounds_broadcast_over_shapes_and_strides():
     new, old = policies("peaked", 6)
     kl_bound = torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64)
