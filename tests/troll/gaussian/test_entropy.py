@@ -14,7 +14,7 @@ every_kind = pytest.mark.parametrize("kind", [Gaussian, DiagonalGaussian])
 
 
 @every_kind
-def test_entropy_is_raised_to_its_minimum_and_no_farther(kind: type) -> None:
+def test_project_entropy_raises_to_minimum_only(kind: type) -> None:
     policy = with_gradient(policies(kind, (8,), 3)[0])
     minimum = policy.entropy.detach().median().item()
     raised = gaussian.project_entropy(policy, minimum)
@@ -27,7 +27,7 @@ def test_entropy_is_raised_to_its_minimum_and_no_farther(kind: type) -> None:
 
 
 @every_kind
-def test_entropy_gradient_agrees_with_finite_differences(kind: type) -> None:
+def test_project_entropy_gradient_by_differences(kind: type) -> None:
     policy = with_gradient(policies(kind, (2,), 3)[0])
 
     def raised(root: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_entropy_gradient_agrees_with_finite_differences(kind: type) -> None:
 
 
 @every_kind
-def test_raised_policy_is_the_nearest_with_its_entropy(kind: type) -> None:
+def test_project_entropy_is_nearest_policy(kind: type) -> None:
     policy = policies(kind, (), 3)[0]
     raised = gaussian.project_entropy(policy, policy.entropy.item() + 0.5)
     generator = torch.Generator().manual_seed(0)
@@ -54,14 +54,14 @@ def test_entropy_of_scale_is_that_of_independent_actions() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.05])
-def test_a_scale_is_the_least_that_a_policy_is_raised_to(scale: float) -> None:
+def test_entropy_of_scale_is_the_least_scale(scale: float) -> None:
     """Also where its entropy is negative."""
     policy = DiagonalGaussian(torch.zeros(6, 2), torch.full((2,), 0.01))
     raised = gaussian.project_entropy(policy, gaussian.entropy_of_scale(scale, 2))
     assert raised.scale.tolist() == pytest.approx([scale] * 2, rel=1e-6)
 
 
-def test_entropy_arguments_are_checked() -> None:
+def test_project_entropy_refuses_bad_arguments() -> None:
     policy = policies(Gaussian, (3,), 2)[0]
     with pytest.raises(ValueError, match="minimum must be finite, got nan"):
         gaussian.project_entropy(policy, math.nan)

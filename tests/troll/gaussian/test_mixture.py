@@ -97,7 +97,7 @@ def test_joint_projection_is_the_geometric_mixture(kind: type) -> None:
 
 
 @pytest.mark.parametrize(("mean", "scale"), [(0.8, 1.0), (0.0, 0.8), (-0.5, 1.3)])
-def test_joint_projection_is_the_categorical_one_on_a_fine_grid(mean: float, scale: float) -> None:
+def test_joint_projection_is_categorical_on_fine_grid(mean: float, scale: float) -> None:
     """The trapezoidal rule of smooth densities is exact to the last digits, so both problems are one."""
     actions = torch.linspace(-7, 7, 1000, dtype=torch.float64)
 
@@ -124,9 +124,7 @@ def test_joint_projection_is_the_categorical_one_on_a_fine_grid(mean: float, sca
 
 @pytest.mark.parametrize("name", ["kl", "joint"])
 @pytest.mark.parametrize("family", ["1e12", "1e18"])
-def test_projection_of_policies_that_have_nothing_in_common(
-    name: str, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_projection_meets_bound_of_disjoint_policies(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ratios of variances beyond the digits of float64: τ is about as small, and the bound is met all the same."""
     monkeypatch.setitem(FAMILIES, "1e12", (1e3, 1e6, 1e6))
     monkeypatch.setitem(FAMILIES, "1e18", (1e6, 1e12, 1e12))
@@ -136,7 +134,7 @@ def test_projection_of_policies_that_have_nothing_in_common(
             assert max(bound_errors(name, *pair(family, d, 0), mean_bound, bound), default=0) < 1e-9
 
 
-def test_gradient_has_no_part_along_the_mixture() -> None:
+def test_gradient_along_mixture_is_zero() -> None:
     """Moving the new policy along the mixture does not change the projection: its derivative that way is 0."""
     new, old = policies(Gaussian, (), 4)
 
@@ -148,7 +146,7 @@ def test_gradient_has_no_part_along_the_mixture() -> None:
     assert abs(grad) < 1e-10
 
 
-def test_one_dimensional_covariance_on_its_bound_has_no_gradient() -> None:
+def test_gradient_of_projected_1d_covariance_is_zero() -> None:
     """Like a token with two outcomes: the surface of the ball is a single point."""
     new, old = (with_gradient(p) for p in policies(Gaussian, (4,), 1))
     projection = gaussian.project_kl(new, old, torch.inf, 1e-6)

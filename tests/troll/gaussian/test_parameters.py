@@ -33,7 +33,7 @@ def test_written_back_scale_is_the_projected_one() -> None:
     torch.testing.assert_close(gaussian.scale_from(parameters), projection.policy.scale, rtol=1e-14, atol=0)
 
 
-def test_write_back_keeps_the_behaviour_policy_inside_and_training_does_not() -> None:
+def test_write_back_brings_trained_policy_inside() -> None:
     """Updates that only push outwards: the pull holds the network near the bound, writing back puts it there."""
     old = Gaussian(torch.zeros(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
     parameters = torch.nn.Parameter(torch.zeros(3, 3, dtype=torch.float64))
@@ -52,7 +52,7 @@ def test_write_back_keeps_the_behaviour_policy_inside_and_training_does_not() ->
     assert after.item() == pytest.approx(0.005, rel=1e-9)
 
 
-def test_write_back_checks_the_shape() -> None:
+def test_write_back_refuses_other_shape() -> None:
     policy = policies(Gaussian, (2,), 3)[0]
     with pytest.raises(ValueError, match=r"parameters must be \(2, 3, 3\), got \(3, 3\)"):
         gaussian.write_back(torch.zeros(3, 3, dtype=torch.float64), policy)

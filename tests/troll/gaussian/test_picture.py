@@ -7,7 +7,7 @@ from tests.pictures import assert_same_picture
 from troll import gaussian
 
 
-def test_the_picture_is_what_the_script_draws() -> None:
+def test_picture_is_what_the_script_draws() -> None:
     assert_same_picture(picture.FILE.read_text(), picture.picture())
 
 

@@ -9,7 +9,7 @@ from troll.gaussian import DiagonalGaussian, Gaussian, from_distribution
 
 
 @pytest.mark.parametrize("kind", [Gaussian, DiagonalGaussian])
-def test_distributions_there_and_back(kind: type) -> None:
+def test_from_distribution_undoes_distribution(kind: type) -> None:
     policy = with_gradient(policies(kind, (4,), 3)[0])
     back = from_distribution(policy.distribution())
     assert type(back) is kind
@@ -20,7 +20,7 @@ def test_distributions_there_and_back(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [Gaussian, DiagonalGaussian])
-def test_a_shared_covariance_is_recognised_in_a_distribution(kind: type) -> None:
+def test_from_distribution_recognises_shared_covariance(kind: type) -> None:
     policy = policies(kind, (4,), 3)[0]
     shared = kind(policy.mean, spread(policy)[0])
     back = from_distribution(shared.distribution())
@@ -29,7 +29,7 @@ def test_a_shared_covariance_is_recognised_in_a_distribution(kind: type) -> None
     assert spread(own).shape == spread(policy).shape
 
 
-def test_other_distributions_are_refused() -> None:
+def test_from_distribution_refuses_others() -> None:
     normal = Normal(torch.zeros(4, 3), torch.ones(4, 3))
     with pytest.raises(ValueError, match=r"must be a MultivariateNormal or .*, got Normal"):
         from_distribution(normal)
@@ -59,6 +59,6 @@ def test_other_distributions_are_refused() -> None:
         (DiagonalGaussian, torch.zeros(2), torch.tensor([0.0, 1.0]), r"scale must be above 0 everywhere, got 0\.0"),
     ],
 )
-def test_errors_name_the_argument(kind: type, mean: torch.Tensor, spread: torch.Tensor, message: str) -> None:
+def test_policy_refuses_bad_parameters(kind: type, mean: torch.Tensor, spread: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(mean, spread)

@@ -88,7 +88,7 @@ def test_gradient_agrees_with_finite_differences(name: str, kind: type, bounds: 
 
 @every_projection
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_along_a_direction_agrees_with_finite_differences(name: str, family: str) -> None:
+def test_gradient_along_direction_by_differences(name: str, family: str) -> None:
     """Also where covariances are far apart or nearly singular."""
     for seed in range(2):
         assert gradient_error(name, family, 12, seed) < 1e-6
@@ -122,7 +122,7 @@ def test_equal_policies_are_not_moved_by_the_smallest_bound(name: str, kind: typ
 
 @every_projection
 @every_kind
-def test_any_number_of_batch_dimensions(name: str, kind: type) -> None:
+def test_projection_takes_any_batch_dimensions(name: str, kind: type) -> None:
     new, old = policies(kind, (2, 3, 4), d=3)
     whole = PROJECTIONS[name](new, old, 0.05, 0.02)
     assert whole.mean_before.shape == whole.covariance_before.shape == (2, 3, 4)
@@ -139,7 +139,7 @@ def test_any_number_of_batch_dimensions(name: str, kind: type) -> None:
 
 @pytest.mark.parametrize("name", ["kl", "frobenius", "wasserstein"])
 @every_kind
-def test_a_shared_covariance_stays_one(name: str, kind: type) -> None:
+def test_projection_keeps_shared_covariance(name: str, kind: type) -> None:
     new, old = policies(kind, (5,), d=3)
     shared, old_shared = (kind(p.mean, spread(p)[0]) for p in (new, old))
     shared = with_gradient(shared)
@@ -165,7 +165,7 @@ def test_joint_projection_gives_each_state_a_covariance(kind: type) -> None:
 
 
 @every_projection
-def test_diagonal_projection_is_the_full_one_of_diagonal_matrices(name: str) -> None:
+def test_diagonal_projection_is_full_one_of_diagonals(name: str) -> None:
     new, old = policies(DiagonalGaussian, (6,), d=4)
     new = with_gradient(new)
     diagonal = PROJECTIONS[name](new, old, 0.05, 0.02)
@@ -183,7 +183,7 @@ def test_diagonal_projection_is_the_full_one_of_diagonal_matrices(name: str) -> 
 
 @every_projection
 @every_kind
-def test_second_forward_before_backward_does_not_change_gradients(name: str, kind: type) -> None:
+def test_second_forward_keeps_gradients_of_first(name: str, kind: type) -> None:
     pairs = [policies(kind, (4,), d=3, seed=seed) for seed in range(3)]
 
     def one(new: Any, old: Any) -> tuple[Any, Tensor]:
@@ -211,7 +211,7 @@ def test_gradient_reaches_the_new_policy_only(name: str, kind: type) -> None:
 
 @every_projection
 @pytest.mark.parametrize(("scale", "projected"), [(2.0, True), (1.0, False)])
-def test_equal_eigenvalues(name: str, scale: float, projected: bool) -> None:
+def test_projection_of_equal_eigenvalues_scales_old(name: str, scale: float, projected: bool) -> None:
     """All eigenvalues of the ratio are equal: the projection scales the old covariance, and the gradient is finite."""
     _, old = policies(Gaussian, (2,), d=5)
     new = with_gradient(Gaussian(old.mean, scale * old.factor))
@@ -232,7 +232,7 @@ def test_equal_eigenvalues(name: str, scale: float, projected: bool) -> None:
     covariance_bound=st.floats(1e-5, 1.0),
     size=st.floats(1e-3, 100.0),
 )
-def test_projected_policies_are_inside_and_stay(
+def test_projection_is_inside_and_idempotent(
     name: str, d: int, seed: int, mean_bound: float, covariance_bound: float, size: float
 ) -> None:
     new, old = policies(Gaussian, (), d, seed)
@@ -286,7 +286,7 @@ def test_other_projections_do_not_depend_on_rotations(name: str) -> None:
 
 
 @every_projection
-def test_bounds_are_checked(name: str) -> None:
+def test_projection_refuses_bad_bounds(name: str) -> None:
     new, old = policies(Gaussian, (3,), 2)
     mean_name = "kl_bound" if name == "joint" else "mean_bound"
     with pytest.raises(ValueError, match=rf"{mean_name} must be above 0, got 0"):
@@ -299,7 +299,7 @@ def test_bounds_are_checked(name: str) -> None:
 
 
 @every_projection
-def test_policies_must_fit(name: str) -> None:
+def test_projection_refuses_policies_that_do_not_fit(name: str) -> None:
     new, old = policies(Gaussian, (3,), 2)
     diagonal, _ = policies(DiagonalGaussian, (3,), 2)
     with pytest.raises(ValueError, match="of one kind, got Gaussian and DiagonalGaussian"):
@@ -312,7 +312,7 @@ def test_policies_must_fit(name: str) -> None:
         PROJECTIONS[name](new, policies(Gaussian, (4,), 2)[1], 1.0, 1.0)
 
 
-def test_a_projection_survives_saving(tmp_path: Any) -> None:
+def test_projection_survives_saving(tmp_path: Any) -> None:
     projection = gaussian.project_kl(*policies(Gaussian, (3,), 2), 0.05, 0.02)
     torch.save(projection, tmp_path / "projection.pt")
     loaded = torch.load(tmp_path / "projection.pt")

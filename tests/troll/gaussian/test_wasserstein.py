@@ -46,7 +46,7 @@ def test_wasserstein_projection_solves_the_primal_problem(seed: int) -> None:
     assert bures(covariance(found).numpy(), target) <= least + 1e-7
 
 
-def test_covariances_that_commute_move_on_straight_lines_of_standard_deviations() -> None:
+def test_wasserstein_of_commuting_covariances_is_diagonal() -> None:
     new, old = policies(DiagonalGaussian, (5,), 4)
     rotation, _ = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
 

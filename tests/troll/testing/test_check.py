@@ -137,7 +137,7 @@ def everything(case: Case) -> Case:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "fixed_length"])
-def test_a_right_adapter_passes(aggregation: Any, dtype: torch.dtype) -> None:
+def test_check_passes_right_adapter(aggregation: Any, dtype: torch.dtype) -> None:
     max_length = 9 if aggregation == "fixed_length" else None
     check(Plain(aggregation=aggregation), aggregation=aggregation, max_length=max_length, dtype=dtype)
 
@@ -199,13 +199,13 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_named(name: str) -> None:
+def test_check_names_the_mistake(name: str) -> None:
     adapter, requirement, mistake = WRONG[name]
     with pytest.raises(AssertionError, match=rf"(?s)({requirement}).*{mistake}"):
         check(adapter)
 
 
-def test_what_cannot_be_checked_is_refused() -> None:
+def test_check_refuses_unknown_dtype_and_layout() -> None:
     with pytest.raises(ValueError, match=r"dtype must be float32 or float64, got torch\.bfloat16"):
         check(Plain(), dtype=torch.bfloat16)
     for layouts in ([], ["ragged"]):
@@ -213,7 +213,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
             check(Plain(), layouts=layouts)  # type: ignore[arg-type]
 
 
-def test_the_case_tells_every_mistake_from_rounding() -> None:
+def test_make_case_tells_mistakes_from_rounding() -> None:
     """Ten times the tolerance lies between what is right and each mistake that can show in the case."""
     case = dataclasses.replace(make_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
     right, tolerance = reference(case, SEQUENCE_MEAN), tolerance_of(case)
@@ -227,7 +227,7 @@ def test_the_case_tells_every_mistake_from_rounding() -> None:
             assert off > 10 * tolerance, text
 
 
-def test_the_case_has_tokens_on_both_sides_of_the_bound() -> None:
+def test_make_case_has_tokens_inside_and_outside() -> None:
     case = make_case("packed", torch.float32)
     expected = reference(case, SEQUENCE_MEAN)
     kl = expected.step.kl_before[expected.mask] / case.kl_bound
@@ -241,13 +241,13 @@ def test_the_case_has_tokens_on_both_sides_of_the_bound() -> None:
     assert stopped[rising.flatten()].any() and stopped[~rising.flatten()].any()
 
 
-def test_the_core_does_not_import_it() -> None:
+def test_import_troll_leaves_testing_out() -> None:
     probe = "import sys, troll; assert 'troll.testing' not in sys.modules; import troll.testing; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert not {"pytest", "transformers", "trl"} & set(result.stdout.split())
 
 
-def test_errors_of_an_update_that_should_be_zero_are_absolute():
+def test_errors_of_zero_update_are_absolute():
     case = make_case("packed", torch.float32)
     zero = dataclasses.replace(reference(case, SEQUENCE_MEAN), loss=0.0, gradient=torch.zeros(2, 2), size=0.0)
     assert errors_of(Update(0.5, torch.full((2, 2), 0.25), {}), zero) == (0.5, 0.25)

@@ -7,7 +7,7 @@ row of logits per call. p is the old policy, p̃ ("new") the new one, q the proj
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import brentq
@@ -412,12 +412,9 @@ def _ratio_of_raw(
     """τ s_o − A(τ) with s_o from raw log-probabilities, τ and A from the floored outcomes; and its gradient.
 
     The gradient is with respect to the raw log-probabilities of the outcomes. That of o receives τ, floored or not; the
-    others what the derivatives of τ and A in s_j leave, through the floor. A token that the old policy excludes cannot
-    have been sampled from it: its s_o is the constant 0.
+    others what the derivatives of τ and A in s_j leave, through the floor.
     """
-    excluded = old.log_prob == -math.inf
-    s_sampled = 0.0 if excluded else log_prob - old.log_prob
-    to_sampled = np.zeros_like(sampled) if excluded else sampled
+    s_sampled, to_sampled = raw_s(old, log_prob, sampled)
     if not solution.projected:
         return s_sampled, to_sampled
     s = outcomes.log_new - outcomes.log_old
@@ -428,6 +425,135 @@ def _ratio_of_raw(
     correlation = (s_sampled - mean) if s_sampled > -math.inf else 0.0  # the ratio is 0, whatever else moves
     direct = -solution.tau * q * (1 + correlation * (s - mean) / variance)
     return log_ratio, through_floor(outcomes, direct) + solution.tau * to_sampled
+
+
+def raw_s(old: OldRow, log_prob: float, sampled: Array) -> tuple[float, Array]:
+    """s of the sampled token, and its gradient. A token that the old policy excludes cannot have been sampled: 0."""
+    if old.log_prob == -math.inf:
+        return 0.0, np.zeros_like(sampled)
+    return log_prob - old.log_prob, sampled
+
+
+def shared_step(
+    rows: Sequence[tuple[Array, OldRow]],
+    weights: Array | Sequence[float],
+    kl_bound: float,
+    upstream: Array,
+    pull: str = "projection",
+) -> list[StepRow]:
+    """The steps of tokens that share one multiplier.
+
+    `log_ratio_gradient` is that of Σ upstream · log_ratio over all tokens: the multiplier moves with each.
+    """
+    outcomes = [bucket_outcomes(new, old) for new, old in rows]
+    s = [each.log_new - each.log_old for each in outcomes]
+    shared = solve_shared([(each.log_old, each.log_new) for each in outcomes], weights, kl_bound)
+    tau = shared.tau
+    means, variances = zip(*(moments(log_q, x) for log_q, x in zip(shared.log_q, s, strict=True)), strict=True)
+    slope = float(np.sum(np.asarray(weights) * variances))
+    log_probs = [float(log_softmax(new)[old.token]) for new, old in rows]
+    # τ moves with the s of every token, and with τ every ratio.
+    correlation = sum(upstream[t] * (raw_s(old, log_probs[t], s[t])[0] - means[t]) for t, (_, old) in enumerate(rows))
+    steps = []
+    for t, (new, old) in enumerate(rows):
+        solution = Solution(
+            shared.projected, tau, shared.log_q[t], kl_divergence(outcomes[t].log_new, outcomes[t].log_old), 0.0
+        )
+        sampled = np.zeros(len(s[t]))
+        sampled[old.slot] = 1.0
+        own, to_sampled = raw_s(old, log_probs[t], sampled)
+        log_ratio, of_ratio, regression, pulled = own, upstream[t] * to_sampled, 0.0, np.zeros_like(sampled)
+        if shared.projected:
+            log_ratio = tau * own - log_sum_exp(outcomes[t].log_old + tau * s[t])
+            q = np.exp(shared.log_q[t])
+            direct = -tau * q * (upstream[t] + weights[t] * correlation * (s[t] - means[t]) / slope)
+            of_ratio = through_floor(outcomes[t], direct) + tau * upstream[t] * to_sampled
+            regression = kl_divergence(outcomes[t].log_new, shared.log_q[t])
+            pulled = regression_gradient(outcomes[t], solution)
+        if pull == "proximal":  # of each token, whatever they share
+            regression = kl_divergence(outcomes[t].log_old, outcomes[t].log_new)
+            pulled = proximal_gradient(outcomes[t])
+        gradients = [to_logits(new, outcomes[t].tokens, each) for each in (of_ratio, sampled, pulled)]
+        kl_after = kl_divergence(shared.log_q[t], outcomes[t].log_old)
+        multiplier = solution.multiplier
+        steps.append(
+            StepRow(
+                log_ratio,
+                log_probs[t],
+                regression,
+                solution.kl_before,
+                kl_after,
+                multiplier,
+                shared.projected,
+                *gradients,
+            )
+        )
+    return steps
+
+
+@dataclass
+class TruncatedRow:
+    """The step on a sampler's kept set, over the whole vocabulary's logits, and the log mass of the set."""
+
+    step: StepRow
+    kept_log_mass: float
+    kept_log_mass_gradient: Array
+    entropy: float
+    entropy_gradient: Array
+
+
+def truncated_step(new_logits: Array, old: OldRow, kl_bound: float, pull: str = "projection") -> TruncatedRow:
+    """Both policies on the kept set and renormalised; and the pull also between the masses of the set and of the rest.
+
+    `old` has the kept set's own log-probabilities, and as its tail the log mass of all other tokens, above −inf.
+    """
+    kept, token = old.ids, old.token
+    own = replace(old, ids=list(range(len(kept))), tail_log_prob=-math.inf, vocabulary=len(kept))
+    on_kept = step(np.asarray(new_logits)[kept], own, kl_bound, pull)
+    parts = [kept, complement(len(new_logits), kept)]
+    log_probs = log_softmax(new_logits)
+    new_masses = np.array([log_sum_exp(log_probs[part]) for part in parts])
+    old_masses = np.array([math.log(-math.expm1(old.tail_log_prob)), old.tail_log_prob])
+    two = OldRow([0, 1], old_masses, -math.inf, slot=0, size=2, mass_threshold=0.0, vocabulary=2)
+    of_mass = step(new_masses, two, kl_bound, pull)
+
+    def spread(on_set: Array, of_masses: Array | None = None) -> Array:
+        """A gradient on the kept set, and that of the two masses, each token of a part with its share."""
+        result = np.zeros(len(new_logits))
+        result[kept] += on_set
+        for part, gradient in zip(parts, [] if of_masses is None else of_masses, strict=of_masses is not None):
+            result[part] += gradient * np.exp(log_probs[part] - log_sum_exp(log_probs[part]))
+        return result
+
+    one_hot = np.eye(len(new_logits))[token]
+    own_entropy, entropy_gradient = entropy(np.asarray(new_logits)[kept])
+    return TruncatedRow(
+        StepRow(
+            on_kept.log_ratio,
+            float(log_probs[token]),
+            on_kept.regression + of_mass.regression,
+            on_kept.kl_before,
+            on_kept.kl_after,
+            on_kept.multiplier,
+            on_kept.projected,
+            spread(on_kept.log_ratio_gradient),
+            one_hot - np.exp(log_probs),
+            spread(on_kept.regression_gradient, of_mass.regression_gradient),
+        ),
+        float(new_masses[0]),
+        spread(np.zeros(len(kept)), np.array([1.0, 0.0])) - np.exp(log_probs),
+        own_entropy,
+        spread(entropy_gradient),
+    )
+
+
+def entropy(logits: Array) -> tuple[float, Array]:
+    """−Σ p log p of a row of logits, and its gradient."""
+    log_probs = log_softmax(logits)
+    probs = np.exp(log_probs)
+    finite = np.where(probs > 0, log_probs, 0.0)
+    value = -float(np.sum(probs * finite))
+    return value, -probs * (finite + value)
 
 
 def through_floor(outcomes: Outcomes, gradient: Array) -> Array:

@@ -23,7 +23,7 @@ def compiled_or_skipped(target: str, cache: Path) -> list[Compiled]:
     return kernels
 
 
-def test_for_cuda(tmp_path: Path):
+def test_kernels_compile_for_cuda(tmp_path: Path):
     kernels = compiled_or_skipped("cuda", tmp_path)
     # 16384 candidates, at K = 256, take every register that there is, and some Tritons a few more.
     assert not [kernel for kernel in kernels if kernel.spilled and not kernel.variant.endswith("K 256")]
@@ -37,5 +37,5 @@ def test_for_cuda(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_for_rocm(tmp_path: Path):
+def test_kernels_compile_for_rocm(tmp_path: Path):
     compiled_or_skipped("hip", tmp_path)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,9 @@ from tests.troll.trust_region.cases import (
     tensor,
     true_kl,
 )
-from troll import Constraint, LMHead, Projection, project
+from troll import Constraint, Projection, project
 from troll.trust_region import step as step_file
 from troll.trust_region.constraint import REDUCTIONS
-from troll.trust_region.metrics import step_tally
 
 PER_TOKEN = ("multiplier", "kl_before", "kl_after", "projected", "iterations")
 
@@ -69,7 +67,7 @@ def reference_groups(
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_agrees_with_scipy(family, scope, reduction):
+def test_shared_projection_agrees_with_scipy(family, scope, reduction):
     old, new = pairs(family, 20, 7, seed=1)
     mask, kl_bound = ragged_mask(4, 5), bounds(20, seed=1)
     if reduction == "sum":
@@ -100,7 +98,7 @@ def test_agrees_with_scipy(family, scope, reduction):
         np.testing.assert_allclose(np.exp(log_probs[tokens]), np.exp(expected.log_q), rtol=0, atol=30 * tolerance)
 
 
-def test_solves_the_problem_that_it_states():
+def test_shared_projection_solves_the_primal_problem():
     """Against a constrained optimiser that knows nothing of τ: min Σ w KL(q ‖ p̃) s.t. Σ w KL(q ‖ p) ≤ ε."""
     old, new = random_logits(3, 4), random_logits(3, 4, seed=1, scale=2.0)
     weight, kl_bound = np.array([0.5, 1.5, 0.7]), 0.1
@@ -128,7 +126,7 @@ def test_solves_the_problem_that_it_states():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 @pytest.mark.parametrize("family", [*FAMILIES, "all"])
-def test_float32_meets_the_bound(family, scope, dtype):
+def test_shared_projection_in_float32_meets_bound(family, scope, dtype):
     """Judged in float64 from the very logits that went in; "all" mixes tokens whose divergences differ by orders."""
     families = FAMILIES if family == "all" else [family]
     for size in (2, 9, 65):
@@ -157,76 +155,9 @@ def test_float32_meets_the_bound(family, scope, dtype):
 # The gradient
 
 
-def finite_differences(function: Callable[[Array], float], at: Array) -> Array:
-    """Central differences of fourth order."""
-    gradient, step = np.zeros_like(at), 2e-3
-    for index in np.ndindex(at.shape):
-        offsets = {}
-        for k in (-2, -1, 1, 2):
-            moved = at.copy()
-            moved[index] += k * step
-            offsets[k] = function(moved)
-        gradient[index] = (offsets[-2] - 8 * offsets[-1] + 8 * offsets[1] - offsets[2]) / (12 * step)
-    return gradient
-
-
-def gradient_and_differences(scope: str, reduction: str) -> tuple[Array, Array]:
-    """∂L/∂logits of the new policy by the code, and by finite differences of scipy's solution, for a random linear L.
-
-    Three sequences of up to four tokens; the last sequence lies inside its bound, and bounds differ between tokens.
-    """
-    old = random_logits(12, 5, seed=3)
-    new = old + random_logits(12, 5, seed=4)
-    new[8:] = old[8:] + 0.02 * random_logits(4, 5, seed=4)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
-    constraint = make(scope, mask, reduction)
-    kl_bound = bounds(12, 0.03, 0.1, seed=3) * (2 if reduction == "sum" else 1)
-    upstream = array(random_logits(12, 5, seed=5)) * array(mask).reshape(12, 1)
-
-    logits = new.clone().requires_grad_()
-    projection = project(logits.view(3, 4, 5), old.view(3, 4, 5), tensor(kl_bound).view(3, 4), constraint=constraint)
-    expected_projected = [True, True, scope == "batch"]
-    assert projection.projected[:, 0].tolist() == expected_projected
-    (gradient,) = torch.autograd.grad((projection.log_probs.view(12, 5) * tensor(upstream)).sum(), logits)
-
-    def loss(moved: Array) -> float:
-        groups = reference_groups(moved, array(old), kl_bound, constraint)
-        terms = [upstream[t] @ log_q for tokens, s in groups for t, log_q in zip(tokens, s.log_q, strict=True)]
-        return math.fsum(terms)
-
-    return array(gradient), finite_differences(loss, array(new))
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("scope", ["sequence", "batch"])
-def test_gradients_agree_with_finite_differences(scope, reduction):
-    """∂L/∂s = τ[g − qG − w q (s − μ) ΣC/Σwσ²], measured at 5e-12."""
-    gradient, expected = gradient_and_differences(scope, reduction)
-    assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-8)
-    assert np.linalg.norm(gradient - expected) <= 1e-8 * np.linalg.norm(expected)
-
-
-def test_upstream_of_a_token_without_weight_reaches_the_others():
-    """Its q depends on the group's τ: the gradient is that of the function computed, whatever it is used for."""
-    old, new = random_logits(3, 4), random_logits(3, 4, seed=1)
-    weight = torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
-    constraint = Constraint(torch.zeros(3, dtype=torch.int64), weight, 1)
-    upstream = random_logits(3, 4, seed=2) * torch.tensor([[0.0], [0.0], [1.0]], dtype=torch.float64)
-
-    def loss(logits: Tensor) -> Tensor:
-        return (upstream * project(logits, old, 0.05, constraint=constraint).log_probs).sum()
-
-    logits = new.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(logits), logits)
-    assert gradient[:2].abs().max() > 1e-3
-    expected = finite_differences(lambda moved: loss(tensor(moved)).item(), array(new))
-    np.testing.assert_allclose(array(gradient), expected, rtol=0, atol=1e-8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
-def test_gradients_of_degenerate_policies_are_finite(scope, dtype):
+def test_shared_gradients_of_degenerate_policies_are_finite(scope, dtype):
     for family in ("near_deterministic", "nearly_disjoint", "masked"):
         for size in (1, 2, 20):
             old, new = (tensor(x, dtype).view(10, 6, size) for x in pairs(family, 60, size, seed=4))
@@ -265,7 +196,7 @@ def assert_same(ours: Projection, expected: Projection, index: Any = ...) -> Non
         )
 
 
-def test_permutation():
+def test_shared_projection_ignores_order_and_names():
     old, new = random_logits(20, 6), random_logits(20, 6, seed=1, scale=2.0)
     group = torch.randint(4, (20,), generator=torch.Generator().manual_seed(0))
     constraint = Constraint(group, random_logits(20, seed=2).abs(), 4)
@@ -297,29 +228,6 @@ def test_tokens_without_weight_do_not_matter(scope):
         torch.testing.assert_close(gradient, results[0][1], rtol=1e-12, atol=1e-14)
 
 
-def test_a_token_without_weight_takes_the_multiplier_of_its_group():
-    old, new = random_logits(2, 4), random_logits(2, 4, seed=1)
-    constraint = Constraint.sequence(torch.tensor([[True, False]]))[0]
-    projection = project(new, old, 0.05, constraint=constraint)
-    assert projection.multiplier[0] == projection.multiplier[1] > 0
-    eta = projection.multiplier[1]
-    expected = torch.log_softmax((eta * torch.log_softmax(old[1], -1) + torch.log_softmax(new[1], -1)) / (1 + eta), -1)
-    torch.testing.assert_close(projection.log_probs[1], expected)
-
-
-def test_the_bound_of_a_group_is_the_weighted_mean_of_its_tokens():
-    old, new = random_logits(4, 6), random_logits(4, 6, seed=1)
-    weight = torch.tensor([1.0, 3.0, 0.0, 2.0], dtype=torch.float64)
-    constraint = Constraint(torch.zeros(4, dtype=torch.int64), weight, 1)
-    kl_bound = torch.tensor([0.01, 0.2, 5.0, 0.05], dtype=torch.float64)
-    several = project(new, old, kl_bound, constraint=constraint)
-    one = project(new, old, (1 * 0.01 + 3 * 0.2 + 2 * 0.05) / 6, constraint=constraint)
-    assert several.projected.all()
-    assert_same(several, one)
-    kl_bound[0] = math.inf
-    assert not project(new, old, kl_bound, constraint=constraint).projected.any()
-
-
 LOGITS = st.lists(
     st.tuples(*[st.one_of(st.floats(-40, 40), st.sampled_from([0.0, -math.inf]))] * 2), min_size=3, max_size=3
 )
@@ -330,7 +238,7 @@ TOKENS = st.lists(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(tokens=TOKENS, exponent=st.floats(-3, 0))
-def test_any_group(tokens, exponent):
+def test_shared_projection_of_any_group_meets_bound(tokens, exponent):
     old, new = np.array([logits for logits, _, _ in tokens]).transpose(2, 0, 1)
     assume(all(reference.is_finite_row(row) for row in (*old, *new)))
     constraint = Constraint(
@@ -357,7 +265,7 @@ def test_any_group(tokens, exponent):
 # Nothing to project, and broken rows
 
 
-def test_no_tokens_and_no_weight():
+def test_shared_projection_without_tokens_or_weight():
     for shape in ((0, 4), (3, 0)):
         new = torch.zeros(*shape, 5, requires_grad=True)
         for scope in ("sequence", "batch"):
@@ -373,7 +281,7 @@ def test_no_tokens_and_no_weight():
 
 
 @pytest.mark.parametrize("side", ["new", "old"])
-def test_a_row_that_is_no_distribution_breaks_only_its_group(side):
+def test_broken_row_breaks_only_its_group(side):
     old, new = random_logits(4, 3, 5), random_logits(4, 3, 5, seed=1)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]])
     constraint = Constraint.sequence(mask)
@@ -396,42 +304,7 @@ def test_a_row_that_is_no_distribution_breaks_only_its_group(side):
 # The objective
 
 
-@pytest.mark.parametrize("scope", ["sequence", "batch"])
-def test_a_step_shares_a_multiplier(scope):
-    """From logits and from an LM head; what goes on inside is `project` on the support."""
-    hidden, head = random_logits(3, 4, 6), random_logits(20, 6, seed=1)
-    old_logits = hidden @ head.t()
-    hidden = hidden + 0.3 * random_logits(3, 4, 6, seed=2)
-    new_logits = hidden @ head.t()
-    token_ids = torch.randint(20, (3, 4), generator=torch.Generator().manual_seed(0))
-    old = troll.capture(old_logits, token_ids, top_k=5, mass_threshold=0.0)
-    constraint = make(scope, ragged_mask(3, 4))
-    step = troll.trust_region_step(new_logits, old, 0.02, constraint=constraint)
-    fused = troll.trust_region_step(LMHead(hidden, head), old, 0.02, constraint=constraint)
-    assert step.projected.any()
-    for name in ("log_ratio", "log_prob", "regression", "kl_before", "kl_after", "multiplier", "projected"):
-        torch.testing.assert_close(getattr(fused, name), getattr(step, name), rtol=1e-8, atol=1e-10)
-    kl = (constraint.weight * step.kl_after).sum(-1)
-    kl = kl.sum() if scope == "batch" else kl[step.projected[:, 0]]
-    torch.testing.assert_close(kl, torch.full_like(kl, 0.02), rtol=1e-9, atol=0)
-    expected = project(troll.log_probs_at(new_logits, old.token_ids), old, 0.02, constraint=constraint)
-    torch.testing.assert_close(step.multiplier, expected.multiplier)
-    # Nothing here is below the floor, so the ratio is that of the two projected policies.
-    log_q = expected.log_probs.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(step.log_ratio, log_q - old.log_prob, rtol=0, atol=1e-9)
-    # The network is pulled to q wherever q differs from it.
-    assert (step.regression[step.projected] > 0).all()
-    # The proximal pull is of each token, whatever they share.
-    pulls = [
-        troll.trust_region_step(new_logits, old, 0.02, pull="proximal", constraint=shared).regression
-        for shared in (constraint, None)
-    ]
-    assert torch.equal(*pulls)
-    mask = ragged_mask(3, 4)
-    assert step_tally(step, mask).totals["projected_fraction"][0] == (step.projected & mask).sum()
-
-
-def test_a_constraint_never_takes_the_kernel_that_knows_one_token(monkeypatch):
+def test_step_with_constraint_does_not_take_the_kernel(monkeypatch):
     logits, token_ids = random_logits(2, 3, 6, scale=3.0), torch.zeros(2, 3, dtype=torch.int64)
     old = troll.capture(random_logits(2, 3, 6, seed=1), token_ids)
     constraint = Constraint.sequence(torch.ones(2, 3))
@@ -445,7 +318,7 @@ def test_a_constraint_never_takes_the_kernel_that_knows_one_token(monkeypatch):
 # Construction and bad input
 
 
-def test_weights():
+def test_sequence_weights_are_means_or_sums():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     assert Constraint.sequence(mask).weight.tolist() == [[0.5, 0.5, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert Constraint.sequence(mask).group.tolist() == [[0] * 4, [1] * 4, [2] * 4]
@@ -453,7 +326,7 @@ def test_weights():
     assert Constraint.sequence(mask).groups == 3
 
 
-def test_indexing():
+def test_constraint_index_keeps_groups():
     constraint = Constraint.sequence(torch.tensor([[1, 1, 0], [1, 0, 0]]))
     for index in (
         torch.tensor([[1, 0, 1], [0, 0, 1]]).bool(),
@@ -487,6 +360,6 @@ def project_with(group: list[int], weight: list[float]) -> Projection:
         ("weight", lambda: project_with([0, 0, 0], [1.0, math.nan, 1.0])),
     ],
 )
-def test_bad_constraints(message, call):
+def test_constraint_refuses_bad_arguments(message, call):
     with pytest.raises(ValueError, match=message):
         call()

@@ -108,7 +108,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, di
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_solve_the_problem_of_one(two_processes, name):
+def test_two_processes_give_projection_of_one(two_processes, name):
     """Values, multiplier and gradients of the mean loss, to 1e-9."""
     expected = CASES[name].run(slice(None), None)
     assert bool(expected["projected"].any()) == (name not in ("all inside", "nan"))
@@ -117,7 +117,7 @@ def test_two_processes_solve_the_problem_of_one(two_processes, name):
         torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-9, equal_nan=True, msg=f"{name}: {field}")
 
 
-def test_all_processes_find_the_same_multiplier_bit_by_bit(two_processes):
+def test_processes_find_same_multiplier_bit_by_bit(two_processes):
     for name in ("mean", "near-deterministic"):
         first, second = (result[name]["multiplier"] for result in two_processes)
         assert (first == second[0]).all() and (second == second[0]).all()

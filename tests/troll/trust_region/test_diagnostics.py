@@ -50,7 +50,7 @@ def policies(
     return troll.log_probs_at(tensor(new_logits, dtype), old.token_ids), old
 
 
-def test_all_three_estimates_of_the_sequence_kl_are_unbiased():
+def test_sequence_report_estimates_are_unbiased():
     """On all sequences of 3 of 4 tokens from two Markov chains: log p, log p̃ of the sampled (S, 3), and token KLs."""
     rng = np.random.default_rng(0)
     old = log_softmax(rng.standard_normal((5, 4)), axis=-1)  # row 4 starts the sequence
@@ -77,7 +77,7 @@ def test_all_three_estimates_of_the_sequence_kl_are_unbiased():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_old_to_new_kl_is_that_of_the_outcomes_that_the_step_compares(family):
+def test_old_to_new_kl_is_of_the_steps_outcomes(family):
     """The other direction than `kl_before`, floored as it is."""
     old_logits, new_logits = pairs(family, 20, 33)
     tokens = old_logits.argmax(1)
@@ -138,7 +138,7 @@ def by_hand(new_logits, old_logits, ids) -> float:
     ),
     top_k=st.integers(1, 9),
 )
-def test_the_bound_of_the_tail_gap_holds_always(rows, top_k):
+def test_tail_gap_bound_holds_for_any_policies(rows, top_k):
     new_logits, old_logits = np.array([*rows, (0.0, 0.0)]).T
     token = torch.tensor([int(old_logits.argmax())])
     old = troll.capture(tensor(old_logits[None]), token, top_k=top_k)
@@ -148,8 +148,8 @@ def test_the_bound_of_the_tail_gap_holds_always(rows, top_k):
     assert 0 <= found.gap.item() <= found.bound.item() * (1 + 1e-9)
 
 
-def test_the_bound_of_the_tail_gap_is_nearly_attained():
-    # The old tail sits on one token, the new one on another, which the old policy all but excludes.
+def test_tail_gap_bound_is_nearly_attained():
+    """The old tail sits on one token, the new one on another, which the old policy all but excludes."""
     old_logits = np.log([0.9, 0.1 - 1e-13, 1e-13])
     new_logits = np.log([0.7, 1e-13, 0.3 - 1e-13])
     old = troll.capture(tensor(old_logits[None]), torch.tensor([0]), top_k=1)
@@ -157,7 +157,7 @@ def test_the_bound_of_the_tail_gap_is_nearly_attained():
     assert found.gap.item() == pytest.approx(found.bound.item(), rel=1e-9)
 
 
-def test_tail_gap_in_float32_and_for_rows_that_are_no_distribution():
+def test_tail_gap_in_float32_and_of_broken_rows():
     old_logits, new_logits = pairs("flat", 20, 150)
     captured = [
         troll.capture(tensor(old_logits, dtype), torch.arange(20), top_k=16) for dtype in (torch.float64, torch.float32)
@@ -212,7 +212,7 @@ def test_dual_report_against_the_reference(family):
     assert 0 <= found["bisected_fraction"] <= 1
 
 
-def test_conditioning_is_the_slope_of_log_kl_over_log_tau():
+def test_dual_report_conditioning_is_slope_of_log_kl():
     new, old = policies("peaked", 1, 33, top_k=33, mass_threshold=0.0)
     found = numbers(dual_report(new, old, torch.ones(1), kl_bound=1e-3))
     tau = 1 / (1 + project(new, old, 1e-3).multiplier.item())
@@ -221,7 +221,7 @@ def test_conditioning_is_the_slope_of_log_kl_over_log_tau():
     assert found["conditioning_p50"] == pytest.approx((up - down) / 2e-4, rel=1e-5)
 
 
-def test_near_deterministic_policies_need_bisections():
+def test_dual_report_counts_bisections():
     new, old = policies("near_deterministic", 300, 33, dtype=torch.float32, top_k=8)
     found = numbers(dual_report(new, old, torch.ones(300), kl_bound=1e-3))
     assert 0.1 < found["bisected_fraction"] < 1
@@ -308,7 +308,7 @@ def test_ratio_report_against_numpy():
     assert_same_numbers(numbers(report), expected, 1e-9)
 
 
-def test_clip_fraction_counts_what_the_clip_cuts():
+def test_ratio_report_counts_what_the_clip_cuts():
     """Where the gradient of PPO's own loss is zero."""
     log_ratio = torch.log(torch.tensor([0.5, 0.5, 0.9, 0.9, 1.1, 1.1, 1.5, 1.5, 1.5])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0] * 4 + [0.0])

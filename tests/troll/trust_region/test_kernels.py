@@ -24,13 +24,13 @@ from troll.trust_region.reading import head
         ("triton", torch.float64, 65, False),
     ],
 )
-def test_the_variable_decides_where_triton_can(monkeypatch, forced, dtype, outcomes, triton):
+def test_use_triton_follows_variable(monkeypatch, forced, dtype, outcomes, triton):
     pytest.importorskip("triton")
     monkeypatch.setenv(kernels.VARIABLE, forced)
     assert kernels.use_triton(torch.empty(1, dtype=dtype), outcomes) is triton
 
 
-def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
+def test_use_triton_refuses_missing_triton(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(kernels, "_triton_is_installed", lambda: False)
     with pytest.raises(ImportError, match="pip install"):
@@ -38,14 +38,14 @@ def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, True), ("1", True), ("0", False)])
-def test_switched_on_unless_0(monkeypatch, value, on):
+def test_switched_on_unless_zero(monkeypatch, value, on):
     monkeypatch.delenv(head.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(head.VARIABLE, value)
     assert kernels.switched_on(head.VARIABLE) is on
 
 
-def test_a_switch_of_another_value_is_refused_where_it_is_read(monkeypatch):
+def test_switched_on_refuses_other_values(monkeypatch):
     monkeypatch.setenv(head.VARIABLE, "no")
     weight = torch.ones(3, 2, requires_grad=True)
     with pytest.raises(ValueError, match="TROLL_KEEP_TILES must be 0 or 1, got 'no'"):

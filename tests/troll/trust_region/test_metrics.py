@@ -27,7 +27,7 @@ def random_tally(seed: int) -> Tally:
     return Tally({"a": x[:2], "b": x[2:]}, {"c": x[0], "d": x[1]}, {"e": x[2]}, {"f": x[3]})
 
 
-def test_a_tally_adds_up():
+def test_tally_adds_up():
     first, second = random_tally(0), random_tally(1) + Tally({"other": torch.tensor([6.0, 3.0])})
     found = (first + second).values()
     assert found["a"] == (first.totals["a"][0] + second.totals["a"][0]) / (first.totals["a"][1] + second.totals["a"][1])
@@ -38,7 +38,7 @@ def test_a_tally_adds_up():
     assert_same_numbers(numbers(Tally() + first), numbers(first))
 
 
-def test_a_tally_reduced_over_processes_is_their_sum():
+def test_tally_reduced_over_processes_is_their_sum():
     tallies = [random_tally(seed) for seed in range(3)]
     sent: dict[str, list[torch.Tensor]] = {"total": [], "largest": []}
 
@@ -59,7 +59,7 @@ def test_a_tally_reduced_over_processes_is_their_sum():
     assert Tally().reduced(recorder("total"), recorder("largest")).values() == {}
 
 
-def test_values_of_nothing_are_what_the_caller_says():
+def test_tally_values_of_nothing_are_callers():
     nothing = Tally(
         {"mean": torch.zeros(2)}, {"largest": torch.tensor(-torch.inf)}, {"smallest": torch.tensor(torch.inf)}
     )
@@ -102,7 +102,7 @@ def test_step_tally_adds_up_over_micro_batches():
         assert found.values(empty=0.0)[name].item() == pytest.approx(value.item(), rel=1e-12), name
 
 
-def test_tokens_that_are_no_distribution_are_counted_and_left_out():
+def test_step_tally_counts_and_leaves_out_broken_tokens():
     logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(11))
     old = troll.capture(logits, torch.zeros(2, 4, dtype=torch.int64))
     new_logits = logits + torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(12))
@@ -121,7 +121,7 @@ def test_tokens_that_are_no_distribution_are_counted_and_left_out():
             assert metrics[name].item() == pytest.approx(value.item(), rel=1e-6), name
 
 
-def test_tokens_without_a_projection_are_left_out_with_their_group():
+def test_step_tally_leaves_out_groups_of_broken_tokens():
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(11))
     old = troll.capture(logits, torch.zeros(2, 3, dtype=torch.int64))
     new = logits + torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(12))

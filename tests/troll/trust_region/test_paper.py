@@ -67,7 +67,7 @@ def test_paper_gradients_agree_with_reference(family, top_k, threshold):
             np.testing.assert_allclose(array(gradient[b]), wanted, rtol=within(1e-6), atol=within(1e-6), err_msg=name)
 
 
-def test_peaked_policies_get_the_same_step_from_both():
+def test_paper_step_is_ours_where_policies_are_peaked():
     """Ten tokens have all but 1e-13 of the mass, as in large models: what is outside is too little to matter."""
     generator = torch.Generator().manual_seed(0)
     old_logits = torch.full((60, 300), -36.0, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_peaked_policies_get_the_same_step_from_both():
         torch.testing.assert_close(getattr(theirs, name), getattr(ours, name), rtol=2e-3, atol=2e-4)
 
 
-def test_flat_policies_show_divergences_that_do_not_exist():
+def test_paper_step_sees_more_kl_where_policies_are_flat():
     """Half of the mass is outside, and the policies differ by 0.001: the paper's step sees over 20 times that."""
     generator = torch.Generator().manual_seed(0)
     old_logits = torch.randn(50, 2000, generator=generator, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_flat_policies_show_divergences_that_do_not_exist():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equal_policies_have_ratio_one(dtype):
+def test_paper_step_of_equal_policies_has_ratio_one(dtype):
     logits = (5 * torch.randn(30, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
     old = troll.capture(logits, torch.arange(30), top_k=8)
     step = paper_step(logits.requires_grad_(), old)
@@ -106,7 +106,7 @@ def test_equal_policies_have_ratio_one(dtype):
     assert gradient.isfinite().all()
 
 
-def test_rows_that_are_not_finite():
+def test_paper_step_of_broken_rows_is_nan():
     generator = torch.Generator().manual_seed(7)
     old_logits, new_logits = (torch.randn(6, 12, generator=generator) for _ in range(2))
     old = troll.capture(old_logits, torch.arange(6), top_k=4)
@@ -159,7 +159,7 @@ def test_bracket_stops_at_its_largest_multiplier():
     assert (1 / exact - 1).item() > 100.0
 
 
-def test_arguments_that_do_not_fit_are_named():
+def test_paper_step_refuses_arguments_that_do_not_fit():
     old = troll.capture(torch.zeros(2, 8), torch.tensor([0, 1]), top_k=3, mass_threshold=0.0)
     with pytest.raises(ValueError, match="kl_bound must be above 0"):
         paper_step(torch.zeros(2, 8), old, 0.0)

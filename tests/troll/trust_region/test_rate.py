@@ -108,9 +108,8 @@ def spread(rates: Sequence[float]) -> float:
 @pytest.mark.parametrize("start", [1e-4, 1.0, 10.0])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("seed", range(3))
-def test_rate_is_found_and_kept(law, scale, start, seed):
-    policy = Policy(law, scale, start, seed).train(60)
+def test_rate_is_found_and_kept(law, scale, start):
+    policy = Policy(law, scale, start).train(60)
     found = 3 if scale in (USUAL, LONG) else 18
     late = policy.rates[(found - 1) * policy.updates :]
     assert min(late) > RIGHT / 2 and max(late) < RIGHT * 2
@@ -340,7 +339,7 @@ def test_noisy_success_has_not_fallen(scale):
     assert not Policy(scale=scale, start=0.1, success=success).train(100).warnings
 
 
-def test_rate_does_not_grow_towards_older_measurements_while_level_is_low():
+def test_rate_does_not_grow_to_older_mean_if_level_is_low():
     control = moved()
     rate = control.update(0.1 * control.wanted(1), 1, entropy=1.0)
     assert rate == pytest.approx(GROWTH * RIGHT)
@@ -373,7 +372,7 @@ def test_rate_is_held_if_target_is_out_of_reach(law, scale, target, start):
     assert len(messages) == 1 and f"target of {target:g}" in messages[0]
 
 
-def test_large_kl_of_the_first_updates_does_not_hold_the_rate():
+def test_rate_is_not_held_by_kl_of_first_updates():
     """Adam's first updates all go one way: the KL of the second rollout is no larger, for twice the rate."""
     policy = Policy(start=0.05, factor=20.0, noise=0.1).train(2)
     policy.factor = 1.0
@@ -382,7 +381,7 @@ def test_large_kl_of_the_first_updates_does_not_hold_the_rate():
 
 
 @pytest.mark.parametrize("change", [{"most": math.inf, "factor": 400.0}, {"most": 0.01}])
-def test_rate_is_no_longer_held_once_the_policy_moves_otherwise(change):
+def test_rate_is_released_when_policy_moves_otherwise(change):
     policy = Policy(scale=SHORT, most=0.05, target=1.0, noise=0.1).train(100)
     assert policy.control.state_dict()["held"] is not None
     for name, value in change.items():
@@ -520,7 +519,3 @@ def test_loaded_state_is_a_copy():
     other.update(1.0, 1)
     other.used(3.0)
     assert state == control.state_dict() != other.state_dict()
-
-
-def test_equal_inputs_give_equal_rates():
-    assert Policy(seed=1, entropy=1.0).train(10).used == Policy(seed=1, entropy=1.0).train(10).used

@@ -45,7 +45,7 @@ def test_slots(probs, token, top_k, threshold, expected):
         assert reference.slots(np.log(probs), token, top_k, threshold) == expected
 
 
-def test_a_capture_by_hand():
+def test_capture_by_hand():
     """Raw numbers, and the exact tail."""
     logits = np.log([0.5, 0.3, 0.15, 0.05])
     old = reference.capture(logits, 2, 2, 0.0)
@@ -101,7 +101,7 @@ def test_equal_policies_have_ratio_one(log_p, paper):
     assert step.log_ratio == pytest.approx(0.0, abs=1e-13)
 
 
-def test_the_ratio_of_an_unprojected_token_is_that_of_the_raw_probabilities():
+def test_unprojected_ratio_is_of_raw_probabilities():
     """Below the floor too; in the paper's step of what the floor leaves of them, which is nothing here."""
     old = reference.capture(np.array([0.0, 0.3, -60.0, -1.0]), 2, 4, 0.0)
     new_row = np.array([0.0, 0.3, -61.5, -1.0])
@@ -109,7 +109,7 @@ def test_the_ratio_of_an_unprojected_token_is_that_of_the_raw_probabilities():
     assert reference.step(new_row, old, 0.05, paper=True).log_ratio == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_ratio_of_a_projected_token_is_the_papers_where_nothing_is_floored():
+def test_projected_ratio_above_floor_is_the_papers():
     """log q(o) − log p(o) of the normalised (η log p + log p̃)/(η + 1), with three outcomes."""
     old_row, new_row = np.log([0.7, 0.2, 0.1]), np.log([0.2, 0.3, 0.5])
     for paper in (False, True):
@@ -121,7 +121,7 @@ def test_the_ratio_of_a_projected_token_is_the_papers_where_nothing_is_floored()
 
 @pytest.mark.parametrize("paper", [False, True])
 @pytest.mark.parametrize("log_p", [-5.0, -30.0, -60.0])
-def test_the_ratio_is_continuous_at_the_bound(log_p, paper):
+def test_ratio_is_continuous_at_bound(log_p, paper):
     """The sampled token moves by 0.7, which hardly counts in the divergence; the others make it cross the bound."""
     old_row = np.array([0.0, -1.0, log_p])
     new_row = np.array([0.0, -0.5, log_p - 0.7])
@@ -265,6 +265,65 @@ def test_proximal_gradient_is_the_one_of_differences(with_floor, kl_bound):
         assert step.regression_gradient == pytest.approx(differences, abs=1e-6)
 
 
+def test_shared_step_gradients_are_those_of_differences():
+    """One group, with a token of weight 0 and one whose sampled token is below the floor; and one inside its bound."""
+    rng = np.random.default_rng(5)
+    old_rows = rng.standard_normal((3, 7))
+    new_rows = old_rows + rng.standard_normal((3, 7))
+    old_rows[1, 4], new_rows[1, 4] = -31.0, -32.0
+    olds = [reference.capture(row, token, 4, 1e-2) for row, token in zip(old_rows, (2, 4, 0), strict=True)]
+    weights, upstream = np.array([0.5, 1.5, 0.0]), np.array([1.0, -0.5, 2.0])
+
+    def steps(z: Array, kl_bound: float) -> list[reference.StepRow]:
+        return reference.shared_step(list(zip(z.reshape(3, 7), olds, strict=True)), weights, kl_bound, upstream)
+
+    for kl_bound in (0.05, 50.0):
+        found = steps(new_rows, kl_bound)
+        assert all(step.projected == (kl_bound == 0.05) for step in found)
+
+        def total(z: Array, kl_bound: float = kl_bound) -> float:
+            return float(sum(u * step.log_ratio for u, step in zip(upstream, steps(z, kl_bound), strict=True)))
+
+        differences = central_differences(total, new_rows.ravel()).reshape(3, 7)
+        assert np.array([step.log_ratio_gradient for step in found]) == pytest.approx(differences, abs=1e-6)
+
+
+@pytest.mark.parametrize("pull", ["projection", "proximal"])
+def test_shared_step_of_one_token_is_step(pull):
+    for old_row, new_row in zip(*pairs("peaked", 8, 9), strict=True):
+        old = reference.capture(old_row, 3, 4, 1e-2)
+        (shared,) = reference.shared_step([(new_row, old)], [1.0], 0.05, np.ones(1), pull)
+        for name, value in vars(reference.step(new_row, old, 0.05, pull)).items():
+            assert getattr(shared, name) == pytest.approx(value, rel=1e-9, abs=1e-11), name
+
+
+def test_truncated_step_gradients_are_those_of_differences():
+    rng = np.random.default_rng(6)
+    old_row = rng.standard_normal(9)
+    new_row = old_row + 0.5 * rng.standard_normal(9)
+    ids = reference.kept_set(old_row, top_k=5)
+    log_probs, tail = reference.log_softmax(old_row[ids]), reference.on_support(old_row, ids)[1]
+    old = reference.OldRow(ids, log_probs, tail, 2, 5, 0.0, 9)
+    for kl_bound, pull in ((0.01, "proximal"), (math.inf, "proximal"), (math.inf, "projection")):
+        found = reference.truncated_step(new_row, old, kl_bound, pull)
+        for name in ("log_ratio", "log_prob", "regression"):
+
+            def value(z: Array, name: str = name, kl_bound: float = kl_bound, pull: str = pull) -> float:
+                return getattr(reference.truncated_step(z, old, kl_bound, pull).step, name)
+
+            wanted = central_differences(value, new_row)
+            assert getattr(found.step, f"{name}_gradient") == pytest.approx(wanted, abs=1e-6), name
+        for name in ("kept_log_mass", "entropy"):
+
+            def extra(z: Array, name: str = name) -> float:
+                return getattr(reference.truncated_step(z, old, math.inf), name)
+
+            assert getattr(found, f"{name}_gradient") == pytest.approx(central_differences(extra, new_row), abs=1e-6)
+    assert found.step.regression == 0.0
+    _, gradient = reference.entropy(new_row)
+    assert gradient == pytest.approx(central_differences(lambda z: reference.entropy(z)[0], new_row), abs=1e-6)
+
+
 def test_two_outcomes_have_no_gradient_through_q():
     for old_row, new_row in zip(*pairs("flat", 20, 2), strict=True):
         row = reference.project(new_row, old_row, 1e-3)
@@ -303,7 +362,7 @@ def test_full_support_equals_dense(family, paper):
 
 
 @pytest.mark.parametrize("broken", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
-def test_rows_that_are_not_finite(broken):
+def test_step_of_broken_rows_is_nan(broken):
     assert not reference.is_finite_row(np.array(broken))
     old = reference.capture(np.zeros(3), 0, 3, 0.0)
     step = reference.step(np.array(broken), old, 0.05)

@@ -70,7 +70,7 @@ def test_step_refuses_another_temperature(name, captured, at, truncation):
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_temperature_is_carried(name):
+def test_carriers_keep_temperature(name):
     for temperature in (0.7, None):
         source = LOGITS if temperature is None else troll.Logits(LOGITS, temperature=temperature)
         old = CARRIERS[name](troll.capture(source, TOKENS, top_k=4))
@@ -80,7 +80,7 @@ def test_temperature_is_carried(name):
         troll.trust_region_step(troll.LMHead(HIDDEN, WEIGHT), old)
 
 
-def test_logits_that_are_already_divided_are_not_compared():
+def test_step_does_not_compare_divided_logits():
     """A tensor, or logits that say so, may be at any temperature; so may an engine's log-probabilities."""
     for capture_at, step_at in ((0.5, None), (None, 0.5), (None, None)):
         sources = [
@@ -96,7 +96,7 @@ def test_logits_that_are_already_divided_are_not_compared():
     assert old.temperature is None
 
 
-def test_capture_top_has_the_temperature_that_it_is_given():
+def test_capture_top_has_its_temperature():
     log_probs = torch.log_softmax(LOGITS / 0.5, -1)
     own = log_probs.gather(-1, TOKENS.unsqueeze(-1)).squeeze(-1)
     ids = torch.arange(SIZE).expand(*SHAPE, SIZE)
@@ -111,7 +111,7 @@ def test_capture_top_has_the_temperature_that_it_is_given():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_joined_policies_have_a_temperature_if_all_have(packed):
+def test_cat_has_temperature_if_all_have(packed):
     known, unknown = (troll.capture(source, TOKENS, top_k=4) for source in (troll.Logits(LOGITS), LOGITS))
 
     def join(*policies: SparsePolicy) -> Any:

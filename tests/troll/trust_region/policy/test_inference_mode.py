@@ -52,7 +52,7 @@ MAKERS: dict[str, Callable[[], SparsePolicy]] = {
 
 
 @pytest.mark.parametrize("made", MAKERS)
-def test_a_policy_of_inference_mode_gives_the_gradient_of_any_other(made):
+def test_capture_in_inference_mode_gives_same_gradient(made):
     gradients = []
     for mode in (True, False):
         with torch.inference_mode(mode):
@@ -69,7 +69,7 @@ def test_a_policy_of_inference_mode_gives_the_gradient_of_any_other(made):
     assert torch.equal(gradients[0], gradients[1])
 
 
-def test_log_probs_at_of_inference_mode_are_a_teachers():
+def test_log_probs_at_in_inference_mode_can_teach():
     hidden, weight, sampled = inputs()
     logits = hidden @ weight.T
     with torch.inference_mode():

@@ -41,7 +41,7 @@ def pair_of(family: str, rows: int, size: int, **keywords: float) -> tuple[Polic
     return new, old, log_softmax(new_logits, axis=-1), log_softmax(old_logits, axis=-1)
 
 
-def test_log_probs_are_normalised_when_they_are_asked_for():
+def test_log_probs_are_normalised():
     policy = outcomes([[3.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], [0.5, -math.inf])
     assert policy.shape == (2,)
     assert policy.used.tolist() == [[True, True, False], [True, True, True]]
@@ -53,7 +53,7 @@ def test_log_probs_are_normalised_when_they_are_asked_for():
 
 @pytest.mark.parametrize("top_k", [1, 4, 12])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kl_agrees_with_scipy(family, top_k):
+def test_sparse_kl_agrees_with_scipy(family, top_k):
     """Not floored: masses of 1e-14, far below the floor of a projection, count with what they are."""
     new, old, log_new, log_old = pair_of(family, 30, 12, top_k=top_k, mass_threshold=0.0)
     ids = array(old.token_ids)
@@ -69,7 +69,7 @@ def test_kl_agrees_with_scipy(family, top_k):
         assert (found >= 0).all()
 
 
-def test_close_policies_keep_their_digits_in_float32():
+def test_sparse_kl_of_close_policies_in_float32():
     """Divergences of about 1e-8, where the textbook sum Σ p x has an error of about 1e-7."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.arange(8).expand(50, 8)
@@ -83,14 +83,14 @@ def test_close_policies_keep_their_digits_in_float32():
     assert exact.mean() > 1e-8
 
 
-def test_the_kl_of_a_policy_and_itself_is_zero():
+def test_sparse_kl_of_equal_policies_is_zero():
     policy = random_policy()
     assert torch.equal(sparse_kl(policy, policy), torch.zeros(3, 4))
     assert torch.equal(sparse_kl(random_outcomes(0), random_outcomes(0)), torch.zeros(6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("scale", [0.1, 2.0])
-def test_gradients_in_both_arguments_agree_with_finite_differences(scale):
+def test_sparse_kl_gradients_by_differences(scale):
     first, second = random_outcomes(2, scale=scale), random_outcomes(3, scale=scale)
     # Masked in new, in old and in both where new has no mass: none of it is infinite.
     first.logits[0, 1] = first.logits[1, 2] = second.logits[1, 2] = -math.inf
@@ -112,7 +112,7 @@ def test_gradients_in_both_arguments_agree_with_finite_differences(scale):
         st.tuples(*[st.sampled_from([-math.inf, -800.0, -60.0, -5.0, 0.0, 2.0, 30.0])] * 2), min_size=2, max_size=7
     )
 )
-def test_any_two_policies(rows):
+def test_sparse_kl_of_any_two_policies(rows):
     """What scipy says, infinities included; and a gradient that is finite wherever the value is."""
     z = np.array(rows).T
     if (z == -np.inf).all(-1).any():
@@ -135,7 +135,7 @@ def test_any_two_policies(rows):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_what_is_no_distribution_has_no_divergence(broken):
+def test_sparse_kl_of_broken_row_is_nan(broken):
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(5))
     old = troll.capture(logits, torch.tensor([3, 2, 1]), top_k=4)
     damaged = logits.clone()
@@ -144,7 +144,7 @@ def test_what_is_no_distribution_has_no_divergence(broken):
     assert sparse_kl(new, old).isnan().tolist() == sparse_kl(old, new).isnan().tolist() == [False, True, True]
 
 
-def test_two_supports_are_refused():
+def test_sparse_kl_refuses_two_supports():
     policy = random_policy()
     elsewhere = troll.capture(torch.arange(40.0).expand(3, 4, 40), torch.zeros(3, 4, dtype=torch.int64), top_k=8)
     for other in (random_policy((3, 5)), elsewhere):
@@ -152,7 +152,7 @@ def test_two_supports_are_refused():
             sparse_kl(policy, other)
 
 
-def test_half_precision_is_computed_in_float32():
+def test_sparse_kl_computes_half_precision_in_float32():
     policy = random_policy(mass_threshold=0.0)
     new = troll.log_probs_at(torch.zeros(3, 4, 40), policy.token_ids)
     halved = dataclasses.replace(new, logits=new.logits.half(), tail_logit=new.tail_logit.half())
@@ -163,7 +163,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_no_positions(shape):
+def test_sparse_kl_of_no_positions(shape):
     policy = random_policy(shape)
     assert sparse_kl(policy, policy).shape == sparse_entropy(policy).shape == shape
 
@@ -173,7 +173,7 @@ def entropy_of_row(log_probs: Array) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_entropy_bounds_that_of_the_vocabulary_from_below(family):
+def test_sparse_entropy_is_at_most_that_of_vocabulary(family):
     logits, _ = pairs(family, 30, 33)
     tokens = torch.arange(30)
     full = np.array([entropy_of_row(row) for row in log_softmax(logits, axis=-1)])
@@ -188,7 +188,7 @@ def test_entropy_bounds_that_of_the_vocabulary_from_below(family):
     np.testing.assert_allclose(found, by_hand, rtol=1e-12, atol=1e-15)
 
 
-def test_entropy_of_a_certain_token_keeps_its_digits_in_float32():
+def test_sparse_entropy_of_certain_token_in_float32():
     logits = torch.tensor([[0.0, -20.0, -torch.inf]])
     exact = entropy_of_row(log_softmax([0.0, -20.0, -np.inf]))
     # Of 21 e^-20, the 20 of the rare token. The certain one's −log p of e^-20 is lost where 1 + e^-20 is rounded.
@@ -196,7 +196,7 @@ def test_entropy_of_a_certain_token_keeps_its_digits_in_float32():
     assert found == pytest.approx(exact, rel=0, abs=3 * math.exp(-20))
 
 
-def test_entropy_is_differentiable():
+def test_sparse_entropy_is_differentiable():
     z = torch.randn(4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64).requires_grad_()
 
     def of(z: Tensor) -> Tensor:

@@ -72,12 +72,12 @@ def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
 
 @many_examples
 @given(policy=policies())
-def test_packing_is_exact(policy):
+def test_unpack_undoes_packing(policy):
     assert_packs(PackedPolicy.of(policy), policy)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e-5])
-def test_packing_keeps_what_is_unusual(threshold):
+def test_packing_keeps_unusual_rows(threshold):
     """A used slot without mass, a full row, a row of one slot, a NaN row."""
     logits = torch.zeros(4, 6)
     logits[0, 1:] = -math.inf
@@ -87,7 +87,7 @@ def test_packing_keeps_what_is_unusual(threshold):
     assert_packs(PackedPolicy.of(policy), policy)
 
 
-def test_bytes_are_those_of_the_used_slots():
+def test_nbytes_counts_used_slots():
     logits = torch.zeros(64, 1000)
     logits[:, 3] = 30.0
     policy = troll.capture(logits, torch.full((64,), 3), top_k=64, mass_threshold=1e-5)
@@ -100,14 +100,14 @@ def test_bytes_are_those_of_the_used_slots():
 
 @many_examples
 @given(policy=policies(), data=st.data())
-def test_integers_slices_and_their_tuples(policy, data):
+def test_index_by_integers_and_slices(policy, data):
     index = data.draw(basic_indices(tuple(policy.shape), allow_newaxis=True).filter(lambda index: not backwards(index)))
     assert_packs(PackedPolicy.of(policy)[index], policy[index])
 
 
 @many_examples
 @given(policy=policies(min_dims=1), data=st.data())
-def test_plain_slices_of_the_first_dimension_are_views(policy, data):
+def test_slice_of_first_dimension_is_view(policy, data):
     bound = st.none() | st.integers(-7, 7)
     index = slice(data.draw(bound), data.draw(bound))
     packed = PackedPolicy.of(policy)
@@ -119,7 +119,7 @@ def test_plain_slices_of_the_first_dimension_are_views(policy, data):
 
 @many_examples
 @given(policy=policies(), data=st.data())
-def test_masks(policy, data):
+def test_index_by_mask(policy, data):
     dims = data.draw(st.integers(0, len(policy.shape)))
     seed = data.draw(st.integers(0, 2**16))
     mask = torch.rand(policy.shape[:dims], generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -128,7 +128,7 @@ def test_masks(policy, data):
 
 @many_examples
 @given(policy=policies(min_dims=1), data=st.data())
-def test_index_tensors(policy, data):
+def test_index_by_tensor(policy, data):
     length = policy.shape[0]
     chosen = data.draw(st.lists(st.integers(-length, length - 1), max_size=8)) if length else []
     index = torch.tensor(chosen, dtype=torch.int64)
@@ -139,14 +139,14 @@ def test_index_tensors(policy, data):
 
 
 @pytest.mark.parametrize("index", [3, -4, (0, 4), torch.tensor([3])], ids=str)
-def test_an_index_out_of_range_is_an_error(index):
+def test_index_out_of_range_is_refused(index):
     with pytest.raises(IndexError):
         PackedPolicy.of(random_policy((3, 4)))[index]
 
 
 @many_examples
 @given(policy=policies(), dtype=st.sampled_from([torch.float32, torch.float64, torch.float16]))
-def test_moves(policy, dtype):
+def test_to_moves_packed_policy(policy, dtype):
     packed = PackedPolicy.of(policy)
     assert_packs(packed.to("cpu", dtype, non_blocking=True), policy.to(dtype))
     assert_packs(packed.to(torch.device("cpu")), policy)
@@ -155,7 +155,7 @@ def test_moves(policy, dtype):
 
 @many_examples
 @given(policy=policies(min_dims=1))
-def test_unbind_gives_the_entries_as_views(policy):
+def test_unbind_gives_views(policy):
     packed = PackedPolicy.of(policy)
     entries = packed.unbind()
     assert len(entries) == policy.shape[0]
@@ -168,7 +168,7 @@ def test_unbind_gives_the_entries_as_views(policy):
 
 @many_examples
 @given(policy=policies(min_dims=1), data=st.data())
-def test_stack_undoes_unbind_for_any_entries_in_any_order(policy, data):
+def test_stack_undoes_unbind(policy, data):
     length = policy.shape[0]
     if not length:
         return
@@ -190,25 +190,25 @@ def test_cat_undoes_slicing(policy, data):
     [*OTHER_CAPTURES, ("dtype", random_policy(dtype=torch.float64)), ("shape", random_policy((3, 5)))],
 )
 @pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
-def test_policies_that_do_not_fit_are_refused(join, name, other):
+def test_stack_and_cat_refuse_other_captures(join, name, other):
     with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
         join([PackedPolicy.of(random_policy()), PackedPolicy.of(other)])
 
 
 @pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
-def test_nothing_to_join_is_refused(join):
+def test_stack_and_cat_refuse_nothing(join):
     with pytest.raises(ValueError, match="policies must hold at least one"):
         join([])
 
 
-def test_stack_takes_one_length_and_cat_takes_any():
+def test_stack_refuses_other_length():
     policy = PackedPolicy.of(random_policy((3, 4)))
     assert PackedPolicy.cat([policy, policy[:1]]).shape == (4, 4)
     with pytest.raises(ValueError, match=r"share one shape, got \(3, 4\), \(1, 4\)"):
         PackedPolicy.stack([policy, policy[:1]])
 
 
-def test_a_single_position_has_no_first_dimension():
+def test_unbind_and_cat_refuse_single_position():
     single = PackedPolicy.of(random_policy(()))
     with pytest.raises(ValueError, match="unbind"):
         single.unbind()
@@ -220,7 +220,7 @@ def test_a_single_position_has_no_first_dimension():
 @pytest.mark.parametrize("through", [by_pickle, by_torch, copy.deepcopy])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(policy=policies(min_dims=1))
-def test_pickles_are_exact(through, policy):
+def test_pickle_keeps_packed_policy(through, policy):
     packed = PackedPolicy.of(policy)
     assert_packs(through(packed), policy)
     for row, entry in enumerate(packed.unbind()):
@@ -228,7 +228,7 @@ def test_pickles_are_exact(through, policy):
 
 
 @pytest.mark.parametrize("take", [lambda packed: packed[17], lambda packed: packed[17:18], lambda p: p.unbind()[17]])
-def test_a_pickle_of_a_part_holds_only_that_part(take):
+def test_pickle_of_part_holds_only_that_part(take):
     packed = PackedPolicy.of(padded(torch.randint(1, 9, (64, 100)), 8))
     part = take(packed)
     assert len(pickle.dumps(part)) < part.nbytes + 3000 < packed.nbytes / 20
@@ -258,7 +258,7 @@ def test_unpack_stack_and_cat_do_not_wait():
         (lambda packed, _: packed[-1], "tolist"),
     ],
 )
-def test_packing_indexing_and_views_wait_once(take, wait):
+def test_packing_and_indexing_wait_once(take, wait):
     policy = random_policy((6, 4))
     packed = PackedPolicy.of(policy)
     with waits() as names:

@@ -21,7 +21,7 @@ from tests.troll.trust_region.policy.policies import (
 from troll import PackedPolicy, SparsePolicy
 
 
-def test_moves():
+def test_to_moves_sparse_policy():
     policy = random_policy()
     double = policy.to(torch.float64)
     assert double.log_probs.dtype == double.tail_log_prob.dtype == torch.float64
@@ -32,13 +32,13 @@ def test_moves():
     assert_identical(policy.to(torch.device("cpu")), policy)
 
 
-def test_moves_take_all_tensors_along():
+def test_to_moves_all_tensors():
     moved = random_policy().to("meta")
     assert {getattr(moved, name).device.type for name in FIELDS} == {"meta"}
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 6), (1, 3, 4), (-1,), (-1, 2), (3, 4)])
-def test_views(shape):
+def test_view_keeps_slots(shape):
     policy = random_policy((3, 4))
     viewed = policy.view(shape)
     assert viewed.shape == policy.tail_log_prob.view(shape).shape
@@ -48,7 +48,7 @@ def test_views(shape):
     assert_identical(viewed.view((3, 4)), policy)
 
 
-def test_a_view_of_another_number_of_positions_is_an_error():
+def test_view_refuses_other_size():
     with pytest.raises(RuntimeError):
         random_policy((3, 4)).view((3, 5))
 
@@ -69,7 +69,7 @@ def test_a_view_of_another_number_of_positions_is_an_error():
     ],
     ids=str,
 )
-def test_indexing_is_along_the_batch(index):
+def test_index_is_along_the_batch(index):
     policy = random_policy((3, 4))
     part = policy[index]
     rows = torch.arange(12).view(3, 4)[index]
@@ -83,7 +83,7 @@ def test_indexing_is_along_the_batch(index):
 
 
 @pytest.mark.parametrize("index", [3, (0, 4), (0, 0, 0)], ids=str)
-def test_an_index_out_of_range_is_an_error(index):
+def test_index_out_of_range_is_refused(index):
     with pytest.raises(IndexError):
         random_policy((3, 4))[index]
 
@@ -105,13 +105,13 @@ def test_cat_undoes_splitting(dim):
         ([], 0, "policies must hold at least one"),
     ],
 )
-def test_cat_refuses_what_does_not_fit(policies, dim, message):
+def test_cat_refuses_other_captures(policies, dim, message):
     with pytest.raises(ValueError, match=message):
         SparsePolicy.cat(policies, dim=dim)
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
-def test_no_positions(shape):
+def test_sparse_policy_of_no_positions(shape):
     policy = random_policy(shape)
     assert policy.shape == policy.slot.shape == policy.log_prob.shape == shape
     assert policy.token_ids.shape == policy.used.shape == (*shape, 8)
@@ -122,7 +122,7 @@ def test_no_positions(shape):
     assert_identical(SparsePolicy.cat([policy, policy]), random_policy((2 * shape[0], *shape[1:])))
 
 
-def test_positions_that_do_not_fit_are_refused():
+def test_check_positions_refuses_others():
     random_policy((3, 4)).check_positions((3, 4))
     for shape in ((3, 5), (12,), (4, 3), ()):
         with pytest.raises(ValueError, match=r"old must hold the positions \(.*\), got \(3, 4\)"):
@@ -157,7 +157,7 @@ VALUES = public_values()
 PLAIN = [troll.Truncation(top_k=20, top_p=0.9)]
 
 
-def test_every_public_type_is_tested_here():
+def test_values_hold_every_public_type():
     modules = (troll, troll.diagnostics)
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     public = {name: value for name, value in names.items() if inspect.isclass(value)}
@@ -167,7 +167,7 @@ def test_every_public_type_is_tested_here():
 
 @pytest.mark.parametrize("through", [by_torch, by_pickle])
 @pytest.mark.parametrize("value", [*VALUES.values(), *PLAIN], ids=lambda value: type(value).__name__)
-def test_files_are_exact(value: Any, through: Callable[[Any], Any]):
+def test_files_keep_public_types(value: Any, through: Callable[[Any], Any]):
     back = through(value)
     assert type(back) is type(value)
     assert vars(back).keys() == vars(value).keys()

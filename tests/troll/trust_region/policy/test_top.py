@@ -23,7 +23,7 @@ THRESHOLDS = st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91])
 @pytest.mark.parametrize("k", [1, 3, 10])
 @pytest.mark.parametrize("size", [64 * 40, 64 * 40 + 17])
 @pytest.mark.parametrize("levels", [None, 2, 50])
-def test_the_top_by_blocks_is_that_of_a_stable_sort(k, size, levels):
+def test_top_ids_by_blocks_are_those_of_stable_sort(k, size, levels):
     assert size // BLOCK > 2 * k, "else no blocks are used"
     generator = torch.Generator().manual_seed(2)
     z = torch.randn(6, size, generator=generator)
@@ -35,7 +35,7 @@ def test_the_top_by_blocks_is_that_of_a_stable_sort(k, size, levels):
     assert torch.equal(top_ids(z, k), expected)
 
 
-def test_the_largest_of_some_entries_and_the_rest_are_the_whole():
+def test_largest_and_rest_are_the_whole():
     """The rest is made of the tail's own numbers, without the sampled token."""
     ids = torch.tensor([[1, 4, 6, 9], [0, 2, 3, -1]])
     z = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 5.0, 0.0, -math.inf]], dtype=torch.float64)
@@ -49,7 +49,7 @@ def test_the_largest_of_some_entries_and_the_rest_are_the_whole():
     np.testing.assert_allclose(array(top.log_rest), expected, rtol=1e-14)
 
 
-def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
+def test_policy_from_top_adds_dropped_to_tail():
     """Also what the sampled token pushes out; and the sampled token itself never, whichever numbers it has."""
     z = torch.tensor([[4.0, 3.0, -8.0], [4.0, 3.0, 2.0], [4.0, 3.0, 2.0], [9.0, 0.0, -1.0]], dtype=torch.float64)
     tail_z = z + torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
@@ -104,7 +104,7 @@ def assert_same_policy(actual: SparsePolicy, expected: SparsePolicy, rtol: float
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("size", "top_k", "threshold"), [(1, 64, 1e-5), (5, 3, 0.0), (40, 8, 1e-2), (130, 64, 1e-5)])
-def test_top_log_probs_make_the_policy_of_their_logits(family, size, top_k, threshold):
+def test_capture_top_is_capture_of_logits(family, size, top_k, threshold):
     logits = tensor(pairs(family, 50, size)[0]).view(5, 10, size)
     token_ids = torch.randint(size, (5, 10), generator=torch.Generator().manual_seed(0))
     settings = {"top_k": top_k, "mass_threshold": threshold}
@@ -129,7 +129,7 @@ def test_top_log_probs_make_the_policy_of_their_logits(family, size, top_k, thre
     with_the_sampled=st.booleans(),
     data=st.data(),
 )
-def test_top_log_probs_with_ties_in_any_order(logits, top_k, more, threshold, with_the_sampled, data):
+def test_capture_top_takes_ties_in_any_order(logits, top_k, more, threshold, with_the_sampled, data):
     z = torch.tensor(logits, dtype=torch.float64)
     token_ids = torch.tensor(data.draw(st.integers(0, len(logits) - 1)))
     entries = engine_entries(z, token_ids, min(top_k + more, len(logits)))
@@ -149,7 +149,7 @@ def test_top_log_probs_with_ties_in_any_order(logits, top_k, more, threshold, wi
         (5, 2, [7, 5], [0.5, 0.0625, 0.4375], 1),
     ],
 )
-def test_two_entries_and_a_sampled_token_fill_slots_in_this_order(sampled, top_k, ids, probs, slot):
+def test_capture_top_orders_slots(sampled, top_k, ids, probs, slot):
     log_probs, sampled_log_prob = torch.tensor([0.5, 0.25]).log(), torch.tensor(0.25 if sampled == 3 else 0.0625).log()
     policy = troll.capture_top(
         torch.tensor([7, 3]), log_probs, torch.tensor(sampled), sampled_log_prob, 10, top_k=top_k
@@ -158,7 +158,7 @@ def test_two_entries_and_a_sampled_token_fill_slots_in_this_order(sampled, top_k
     torch.testing.assert_close(policy.outcomes.exp(), torch.tensor(probs))
 
 
-def test_of_a_sampled_token_that_is_an_entry_the_entry_counts():
+def test_capture_top_prefers_entry_of_sampled_token():
     ids, log_probs, sampled = torch.tensor([7, 3]), torch.tensor([0.5, 0.25]).log(), torch.tensor(3)
     policies = [troll.capture_top(ids, log_probs, sampled, torch.tensor(x), 10) for x in (math.log(0.25), -9.0, -0.01)]
     assert_identical(policies[1], policies[0])
@@ -167,7 +167,7 @@ def test_of_a_sampled_token_that_is_an_entry_the_entry_counts():
 
 @pytest.mark.parametrize("vocab_size", [2, 3])
 @pytest.mark.parametrize("with_the_sampled", [True, False])
-def test_the_tail_is_absent_only_where_the_entries_are_the_whole_vocabulary(vocab_size, with_the_sampled):
+def test_capture_top_has_no_tail_for_whole_vocabulary(vocab_size, with_the_sampled):
     log_probs = torch.tensor([0.7, 0.305]).log()  # rounded up: 1.005 in all
     ids, entries = (torch.tensor([0, 1]), log_probs) if with_the_sampled else (torch.tensor([0]), log_probs[:1])
     policy = troll.capture_top(ids, entries, torch.tensor(1), log_probs[1], vocab_size, mass_threshold=0.0)
@@ -178,13 +178,13 @@ def test_the_tail_is_absent_only_where_the_entries_are_the_whole_vocabulary(voca
     assert policy.tail_log_prob.item() == pytest.approx(floor, rel=1e-6)
 
 
-def test_a_nearly_certain_token_keeps_its_small_tail():
+def test_capture_top_keeps_small_tail():
     certain = torch.tensor([-3e-9])
     policy = troll.capture_top(torch.tensor([4]), certain, torch.tensor(4), certain[0], 10, mass_threshold=0.0)
     assert policy.tail_log_prob.item() == pytest.approx(math.log(3e-9), abs=1e-4)
 
 
-def test_top_log_probs_of_no_distribution_make_nan():
+def test_capture_top_of_broken_row_is_nan():
     log_probs = torch.tensor([[-1.0, -2.0], [torch.nan, -2.0], [-1.0, -3.0], [-1.0, -2.0]])
     sampled = torch.tensor([0, 1, 1, 4])
     policy = troll.capture_top(
@@ -195,7 +195,7 @@ def test_top_log_probs_of_no_distribution_make_nan():
 
 
 @pytest.mark.parametrize("truncated", [True, False])
-def test_top_log_probs_of_no_position(truncated):
+def test_capture_top_of_no_position(truncated):
     policy = troll.capture_top(
         torch.zeros(0, 3).long(), torch.zeros(0, 3), torch.zeros(0).long(), torch.zeros(0), 5, truncated=truncated
     )
@@ -203,7 +203,7 @@ def test_top_log_probs_of_no_position(truncated):
     assert policy.truncated == truncated
 
 
-def test_top_log_probs_carry_no_gradient_and_stand_on_their_own():
+def test_capture_top_detaches_and_copies():
     log_probs = torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log().requires_grad_()
     policy = troll.capture_top(torch.tensor([[0, 1]] * 2), log_probs, torch.tensor([0, 1]), log_probs[:, 1], 5)
     assert not policy.log_probs.requires_grad and not policy.tail_log_prob.requires_grad
@@ -214,7 +214,7 @@ def test_top_log_probs_carry_no_gradient_and_stand_on_their_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(dtype):
+def test_capture_top_computes_half_precision_in_float32(dtype):
     # Powers of ½, whose logarithms are rounded; their sum stays below 1.
     log_probs = torch.tensor([[0.5, 0.25, 0.125]]).log().to(dtype)
     sampled = torch.tensor([2])
@@ -227,7 +227,7 @@ def test_half_precision_is_computed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_no_positions(shape):
+def test_capture_top_of_shapes_without_positions(shape):
     policy = troll.capture_top(
         torch.zeros(*shape, 3, dtype=torch.int64),
         torch.zeros(*shape, 3),
@@ -242,8 +242,8 @@ def test_no_positions(shape):
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        (r"sampled_ids must be in \[0, 9\), got 9", {"sampled_ids": torch.tensor([0, 9])}),
-        (r"sampled_ids must be in \[0, 9\), got -1", {"sampled_ids": torch.tensor([0, -1])}),
+        (r"sampled_ids must be in \[0, 9\)", {"sampled_ids": torch.tensor([0, 9])}),
+        (r"sampled_ids must be in \[0, 9\)", {"sampled_ids": torch.tensor([0, -1])}),
         ("sampled_ids must be integers", {"sampled_ids": torch.tensor([0.0, 1.0])}),
         (r"sampled_log_probs must be \(2\)", {"sampled_log_probs": torch.zeros(3)}),
         ("sampled_log_probs must be floating", {"sampled_log_probs": torch.zeros(2, dtype=torch.int64)}),
@@ -251,17 +251,17 @@ def test_no_positions(shape):
         (r"token_ids must be \(2, M\)", {"token_ids": torch.tensor(0)}),
         (r"token_ids must be \(2, M\)", {"token_ids": torch.zeros(2, 0, dtype=torch.int64)}),
         ("token_ids must be integers", {"token_ids": torch.zeros(2, 2)}),
-        (r"token_ids must be in \[0, 9\), .* got 9", {"token_ids": torch.tensor([[0, 9], [0, 1]])}),
-        (r"token_ids must be in \[0, 9\), .* got -2", {"token_ids": torch.tensor([[0, -2], [0, 1]])}),
+        (r"token_ids must be in \[0, 9\)", {"token_ids": torch.tensor([[0, 9], [0, 1]])}),
+        (r"token_ids must be in \[0, 9\)", {"token_ids": torch.tensor([[0, -2], [0, 1]])}),
         ("token_ids must differ .* 1 twice", {"token_ids": torch.tensor([[0, 3], [1, 1]])}),
         (r"log_probs must be \(2, M\)", {"log_probs": torch.zeros(2, 3)}),
         ("log_probs must be floating", {"log_probs": torch.zeros(2, 2, dtype=torch.int64)}),
-        ("log_probs must be log-probabilities, got some that add up to 2", {"log_probs": torch.zeros(2, 2)}),
+        ("log_probs must be log-probabilities", {"log_probs": torch.zeros(2, 2)}),
         ("top_k", {"top_k": 0}),
         ("mass_threshold", {"mass_threshold": 1.0}),
     ],
 )
-def test_bad_top_log_probs(argument, change):
+def test_capture_top_refuses_bad_arguments(argument, change):
     arguments: dict[str, Any] = {
         "token_ids": torch.tensor([[0, 3], [1, 0]]),
         "log_probs": torch.full((2, 2), -1.0),
@@ -273,7 +273,7 @@ def test_bad_top_log_probs(argument, change):
         troll.capture_top(**arguments | change)
 
 
-def test_unused_entries_may_be_there_twice():
+def test_capture_top_takes_unused_entries_twice():
     ids, log_probs = torch.tensor([[3, -1, -1]]), torch.tensor([[math.log(0.5), math.nan, 5.0]])
     policy = troll.capture_top(ids, log_probs, torch.tensor([3]), log_probs[:, 0], 9)
     torch.testing.assert_close(policy.tail_log_prob.exp(), torch.tensor([0.5]))

@@ -60,7 +60,7 @@ def assert_agree(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tens
 
 @pytest.mark.parametrize("mass_threshold", [0.0, 1e-5])
 @pytest.mark.parametrize("token", [-1, VOCABULARY + 3])
-def test_a_sampled_token_outside_the_vocabulary_is_no_distribution(token, mass_threshold):
+def test_slots_of_token_outside_vocabulary_are_nan(token, mass_threshold):
     top, sampled = random_top(8)
     sampled[4] = token
     ids, log_probs, tail, slot = assert_agree(top, sampled, mass_threshold)
@@ -70,22 +70,22 @@ def test_a_sampled_token_outside_the_vocabulary_is_no_distribution(token, mass_t
 
 
 # No threshold that a sum of probabilities could meet up to rounding.
-@pytest.mark.parametrize("mass_threshold", [0.0, 1e-5, 1.1e-2, 0.31])
-@pytest.mark.parametrize("k", [1, 2, 7, 63, 64, 100])
-def test_slots(k, mass_threshold):
+@pytest.mark.parametrize("mass_threshold", [0.0, 1.1e-2, 0.31])
+@pytest.mark.parametrize("k", [1, 7, 64, 100])
+def test_slots_agree_with_torch(k, mass_threshold):
     ids, log_probs, tail, slot = assert_agree(*random_top(k), mass_threshold)
     total = torch.logsumexp(torch.cat([log_probs, tail.unsqueeze(-1)], -1), -1)
     torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=TOLERANCE)
     assert (ids.gather(-1, slot.unsqueeze(-1)) >= 0).all()
 
 
-def test_the_most_slots(monkeypatch):
+def test_slots_of_256_agree_with_torch(monkeypatch):
     monkeypatch.setattr(top_triton, "COMPARED", 16)
     assert_agree(*random_top(256, seed=1), 1e-3)
 
 
 @pytest.mark.parametrize("mass_threshold", [0.0, 1e-3])
-def test_rows_that_are_no_distribution(mass_threshold):
+def test_slots_of_broken_rows_are_nan(mass_threshold):
     top, sampled = random_top(6)
     top.logits[0, 2] = top.tail_logits[0, 2] = math.nan
     top.logits[4, 1] = top.tail_logits[4, 1] = math.inf
@@ -99,9 +99,3 @@ def test_rows_that_are_no_distribution(mass_threshold):
     if mass_threshold:
         assert (slot[broken] == 0).all() and torch.equal(ids[broken, 0], sampled[broken])
         assert (ids[broken, 1:] == -1).all()
-
-
-def test_no_rows():
-    top, sampled = random_top(6)
-    nothing = slots(Top(*(x[:0] for x in top)), sampled[:0], VOCABULARY, 1e-5)
-    assert [tuple(x.shape) for x in nothing] == [(0, 6), (0, 6), (0,), (0,)]

@@ -19,7 +19,6 @@ from tests.troll.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.metrics import step_tally
 from troll.trust_region.reading.capture import capture_kept
-from troll.trust_region.step import PULLS, common_outcomes
 
 SIZE = 40
 TRUNCATIONS = [
@@ -103,9 +102,7 @@ def test_truncation_keeps_what_transformers_keeps(stable_sort, scores, top_k, to
 
 @settings(deadline=None, derandomize=True)
 @given(SCORES, *SETTINGS, st.integers(0, 2**31), st.integers(1, 24))
-def test_captured_token_has_the_probability_that_transformers_drew_it_with(
-    scores, top_k, top_p, min_p, min_p_first, seed, slots
-):
+def test_captured_log_prob_is_that_of_transformers(scores, top_k, top_p, min_p, min_p_first, seed, slots):
     """Whichever tokens of a tie an unstable sort keeps, and wherever the slots of the capture end."""
     settled(scores, top_k, top_p, min_p, min_p_first)
     logits = torch.tensor([scores], dtype=torch.float64) / 4
@@ -121,9 +118,7 @@ def test_captured_token_has_the_probability_that_transformers_drew_it_with(
 
 @settings(deadline=None, derandomize=True)
 @given(SCORES, *SETTINGS, st.sampled_from(TIES), st.data(), st.integers(1, 24))
-def test_capture_takes_any_token_of_a_tie_and_keeps_as_many(
-    scores, top_k, top_p, min_p, min_p_first, ties, data, slots
-):
+def test_capture_keeps_any_sampled_token_of_tie(scores, top_k, top_p, min_p, min_p_first, ties, data, slots):
     expected = settled(scores, top_k, top_p, min_p, min_p_first, ties=ties)
     edge = min(scores[token] for token in expected)
     token = data.draw(st.sampled_from([token for token, score in enumerate(scores) if score >= edge]))
@@ -152,7 +147,7 @@ def test_capture_takes_any_token_of_a_tie_and_keeps_as_many(
     ids=str,
 )
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6])
-def test_edge_within_a_tie_is_that_of_the_sampler(truncation, kept, slots):
+def test_capture_cuts_tie_as_sampler_does(truncation, kept, slots):
     logits = torch.tensor([[0.397, 0.146, 0.146, 0.146, 0.146, 0.02]]).log()
     found = troll.capture(logits, torch.tensor([0]), top_k=slots, truncation=truncation)
     assert found.token_ids[found.used].tolist() == kept
@@ -167,7 +162,7 @@ def test_edge_within_a_tie_is_that_of_the_sampler(truncation, kept, slots):
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(0, 0.31, 0.0), (2, 0.31, 0.0), (2, 0.31, 0.05), (2, 0.9, 0.09), (9, 0.31, 0.0)]
 )
-def test_tie_of_many_tokens_counts_where_top_p_takes_its_share(top_k, top_p, min_p, slots):
+def test_capture_cuts_tie_of_many_tokens_by_top_p(top_k, top_p, min_p, slots):
     """Top-k keeps the whole tie, and top-p few of it: what a capture holds of the tie may be more than top-p keeps."""
     logits = torch.tensor([[0.2, *[0.02] * 40]]).log()
     processed = warped(logits, top_k, top_p, min_p, min_p_first=False).log_softmax(-1)[0]
@@ -179,131 +174,14 @@ def test_tie_of_many_tokens_counts_where_top_p_takes_its_share(top_k, top_p, min
         torch.testing.assert_close(policy.log_prob[0], own, rtol=0, atol=within(1e-6))
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-def test_capture_is_renormalised_on_kept_set(truncation):
-    logits = random_logits(3, 4)
-    old = captured(logits, truncation)
-    assert old.truncated and bool((old.outcomes[..., -1] == -torch.inf).all())
-    torch.testing.assert_close(old.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
-    slots = old.view((12,))
-    for row, ids, log_probs, cut in zip(
-        logits.view(-1, SIZE), slots.token_ids, slots.log_probs, slots.tail_log_prob, strict=True
-    ):
-        kept = reference.kept_set(row.numpy(), **dataclasses.asdict(truncation))
-        assert ids[: len(kept)].tolist() == kept and bool((ids[len(kept) :] == -1).all())
-        whole = reference.log_softmax(row.numpy())
-        np.testing.assert_allclose(1 - np.exp(cut.item()), np.exp(whole[kept]).sum(), rtol=0, atol=1e-12)
-        expected = reference.log_softmax(row.numpy()[kept])
-        np.testing.assert_allclose(log_probs[: len(kept)].numpy(), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_policies_have_ratio_one_and_the_sampler_s_ratio_is_not_the_raw_one(truncation, dtype):
-    logits = random_logits(64).to(dtype)
-    old = captured(logits.double(), truncation).to(dtype)
-    step = troll.trust_region_step(logits, old)
-    limit = 4 * torch.finfo(dtype).eps * float(torch.logsumexp(logits, -1).abs().clamp(min=1).max()) * 4
-    assert float(step.log_ratio.abs().max()) <= limit
-    assert not step.projected.any()
-    raw = logits.log_softmax(-1).gather(-1, old.token_ids.gather(-1, old.slot[:, None])).squeeze(-1)
-    torch.testing.assert_close(step.log_prob, raw)
-    assert step.kept_log_mass is not None
-    kept = old.used.sum(-1) < SIZE
-    assert bool((step.kept_log_mass[kept] < 0).all())
-
-
-def masses(before: np.ndarray, after: np.ndarray, inside: np.ndarray, pull: Any) -> reference.StepRow:
-    """The reference's step on two outcomes: the kept tokens, where `inside` is true, and all others."""
-    old, new = (
-        np.array([reference.log_sum_exp(reference.log_softmax(row)[part]) for part in (inside, ~inside)])
-        for row in (before, after)
-    )
-    two = reference.OldRow(
-        ids=[0, 1], log_probs=old, tail_log_prob=-np.inf, slot=0, size=2, mass_threshold=0.0, vocabulary=2
-    )
-    return reference.step(new, two, 0.02, pull)
-
-
-@pytest.mark.parametrize("pull", PULLS)
-@pytest.mark.parametrize("truncation", TRUNCATIONS[:4])
-def test_step_is_that_of_the_reference_on_the_kept_set(truncation, pull):
-    before, after = random_logits(24), random_logits(24) + 0.15 * random_logits(24, seed=1)
-    old = captured(before, truncation)
-    after.requires_grad_()
-    step = troll.trust_region_step(after, old, 0.02, pull=pull)
-    assert step.kept_log_mass is not None
-    (step.log_ratio + 2 * step.regression + 3 * step.kept_log_mass).sum().backward()
-    assert after.grad is not None
-    assert step.projected.any() and not step.projected.all()
-    for i in range(24):
-        kept = old.token_ids[i][old.used[i]].tolist()
-        own = reference.OldRow(
-            ids=list(range(len(kept))),
-            log_probs=reference.log_softmax(before[i].numpy()[kept]),
-            tail_log_prob=-np.inf,
-            slot=int(old.slot[i]),
-            size=len(kept),
-            mass_threshold=0.0,
-            vocabulary=len(kept),
-        )
-        row = after[i].detach().numpy()
-        expected = reference.step(row[kept], own, 0.02, pull)
-        for name in ("log_ratio", "kl_before", "kl_after", "multiplier", "projected"):
-            assert getattr(step, name)[i].item() == pytest.approx(getattr(expected, name), abs=1e-9), name
-        log_probs, inside = reference.log_softmax(row), np.isin(np.arange(SIZE), kept)
-        mass = reference.log_sum_exp(log_probs[kept])
-        of_mass = masses(before[i].numpy(), row, inside, pull)
-        assert step.regression[i].item() == pytest.approx(expected.regression + of_mass.regression, abs=1e-9)
-        assert step.kept_log_mass[i].item() == pytest.approx(mass, abs=1e-12)
-        assert step.log_prob[i].item() == pytest.approx(log_probs[kept[own.slot]], abs=1e-12)
-        gradient = -3 * np.exp(log_probs)
-        gradient[kept] += expected.log_ratio_gradient + 2 * expected.regression_gradient
-        gradient[kept] += 3 * np.exp(log_probs[kept] - mass)
-        for outcome, part in enumerate((inside, ~inside)):
-            within_part = np.where(part, np.exp(log_probs - reference.log_sum_exp(log_probs[part])), 0.0)
-            gradient += 2 * of_mass.regression_gradient[outcome] * (within_part - np.exp(log_probs))
-        np.testing.assert_allclose(after.grad[i].numpy(), gradient, rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("pull", PULLS)
-def test_triton_path_gives_the_step_of_torch(monkeypatch, pull):
-    pytest.importorskip("triton")
-    before = random_logits(6).float()
-    after = (before + 0.5 * random_logits(6, seed=1).float()).requires_grad_()
-    tokens = sampled_from(before.double(), Truncation(top_k=6, top_p=0.9))
-    found, gradients = {}, {}
-    for kernels in ("torch", "triton"):
-        monkeypatch.setenv("TROLL_KERNELS", kernels)
-        old = troll.capture(before, tokens, top_k=8, truncation=Truncation(top_k=6, top_p=0.9))
-        step = troll.trust_region_step(after, old, 0.02, pull=pull)
-        assert step.projected.any() and step.kept_log_mass is not None
-        (gradients[kernels],) = torch.autograd.grad(
-            (step.log_ratio + step.regression + step.kept_log_mass).sum(), after
-        )
-        found[kernels] = step
-    for name, value in vars(found["torch"]).items():
-        if value is not None:
-            torch.testing.assert_close(getattr(found["triton"], name), value, rtol=1e-4, atol=within(1e-5))
-    torch.testing.assert_close(gradients["triton"], gradients["torch"], rtol=1e-3, atol=within(1e-5))
-
-
-def test_common_outcomes_are_on_the_kept_set():
-    old = captured(random_logits(5), Truncation(top_k=5))
-    new = troll.log_probs_at(random_logits(5, seed=1), old.token_ids)
-    outcomes = common_outcomes(new, old)
-    assert not outcomes.present[:, -1].any()
-    torch.testing.assert_close(outcomes.new.exp().sum(-1), torch.ones(5, dtype=torch.float64))
-
-
-def test_sampled_token_outside_the_kept_set_is_added():
+def test_capture_adds_sampled_token_to_kept_set():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]], dtype=torch.float64)
     old = troll.capture(logits, torch.tensor([3]), top_k=5, truncation=Truncation(top_k=2))
     assert old.token_ids.tolist() == [[0, 1, 3]] and old.slot.tolist() == [2]
     torch.testing.assert_close(old.log_probs[0, :3], logits[0, [0, 1, 3]].log_softmax(-1))
 
 
-def test_capture_takes_single_position():
+def test_capture_truncates_single_position():
     logits = random_logits()
     old = captured(logits, Truncation(top_k=5))
     assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
@@ -321,31 +199,8 @@ def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
         assert sorted(token for token in ids if token >= 0) == sorted(kept)
 
 
-@pytest.mark.parametrize("kind", ["logits", "rows", "head", "head rows", "policy"])
-def test_kept_sets_of_every_source_are_those_of_its_logits(kind):
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (30, SIZE))
-    logits, rows, truncation = hidden @ weight.t(), torch.arange(29, -1, -2), Truncation(top_p=0.8)
-    at = rows if "rows" in kind else torch.arange(30)
-    source: Any = {
-        "logits": troll.Logits(logits),
-        "rows": troll.Logits(logits, rows=rows),
-        "head": troll.LMHead(hidden, weight),
-        "head rows": troll.LMHead(hidden, weight, rows=rows),
-        "policy": troll.log_probs_at(logits, torch.arange(SIZE).expand(30, SIZE)),
-    }[kind]
-    tokens = sampled_from(logits[at], truncation)
-    found = troll.capture(source, tokens, top_k=2, truncation=truncation)
-    expected = troll.capture(logits[at], tokens, top_k=SIZE, truncation=truncation)
-    assert found.top_k == expected.top_k > 8
-    for name in ("token_ids", "slot"):
-        assert torch.equal(getattr(found, name), getattr(expected, name))
-    for name in ("log_probs", "tail_log_prob"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("form", ["padded", "packed", "stacked"])
-def test_truncated_policies_of_unequal_slots_are_joined(form):
+def test_cat_pads_truncated_policies(form):
     wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))
     if form == "padded":
         joined = SparsePolicy.cat([narrow, wide])
@@ -362,23 +217,14 @@ def test_truncated_policies_of_unequal_slots_are_joined(form):
     assert torch.equal(joined.log_prob[:2], narrow.log_prob)
 
 
-def test_policy_read_at_too_few_tokens_is_refused():
+def test_capture_refuses_policy_read_at_too_few_tokens():
     logits, tokens = random_logits(4), torch.zeros(4, dtype=torch.long)
     few = troll.log_probs_at(logits, torch.arange(6).expand(4, 6))
     with pytest.raises(ValueError, match="source must hold all tokens that the sampler keeps, and was read at fewer"):
         troll.capture(few, tokens, truncation=Truncation(top_p=0.9))
 
 
-def test_rows_that_are_no_distribution_stay_nan():
-    logits = random_logits(3)
-    logits[1, 4] = torch.nan
-    old = troll.capture(logits, torch.zeros(3, dtype=torch.long), top_k=SIZE, truncation=Truncation(top_p=0.8))
-    assert old.log_prob.isnan().tolist() == [False, True, False]
-    step = troll.trust_region_step(random_logits(3, seed=1), old)
-    assert step.log_ratio.isnan().tolist() == [False, True, False]
-
-
-def test_a_row_that_is_no_distribution_keeps_its_first_token():
+def test_kept_set_of_broken_row_is_first_token():
     policy = troll.capture(torch.full((1, 3), torch.nan), torch.tensor([0]), top_k=3, mass_threshold=0)
     assert Truncation(top_p=0.8).kept(policy).tolist() == [[True, False, False]]
 
@@ -386,7 +232,7 @@ def test_a_row_that_is_no_distribution_keeps_its_first_token():
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("cut_is_known", [True, False])
-def test_step_counts_new_policy_that_is_no_distribution_outside_kept_set(monkeypatch, kernels, broken, cut_is_known):
+def test_step_of_row_broken_outside_kept_set_is_nan(monkeypatch, kernels, broken, cut_is_known):
     old = captured(random_logits(3).float(), Truncation(top_k=5))
     if not cut_is_known:
         old = dataclasses.replace(old, tail_log_prob=torch.full_like(old.tail_log_prob, -torch.inf))
@@ -403,7 +249,7 @@ def test_step_counts_new_policy_that_is_no_distribution_outside_kept_set(monkeyp
     assert logits.grad is not None and bool((logits.grad[1] == 0).all())
 
 
-def test_capture_top_takes_an_engine_s_kept_set():
+def test_capture_top_takes_kept_set():
     logits, truncation = random_logits(6), Truncation(top_p=0.8)
     expected = captured(logits, truncation)
     ids, entries = expected.token_ids, expected.log_probs
@@ -429,7 +275,7 @@ def test_capture_top_takes_an_engine_s_kept_set():
 @pytest.mark.parametrize(
     ("setting", "value"), [("top_k", -1), ("top_k", 1.5), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2)]
 )
-def test_truncation_refuses_settings_outside_their_ranges(setting, value):
+def test_truncation_refuses_settings_out_of_range(setting, value):
     with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
         Truncation(**{setting: value})
     Truncation(top_p=1.0, min_p=1.0)
@@ -437,7 +283,7 @@ def test_truncation_refuses_settings_outside_their_ranges(setting, value):
         Truncation(ties="some")  # type: ignore[arg-type]
 
 
-def test_project_compares_nothing_outside_a_kept_set() -> None:
+def test_project_ignores_tokens_outside_kept_set() -> None:
     logits = torch.randn(7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moved = logits + torch.randn(7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     old = troll.capture(logits, torch.zeros(7, dtype=torch.int64), truncation=Truncation(top_p=0.7))

@@ -32,10 +32,7 @@ def plainly(raw: Tensor, temperature: float = 1.0, scale: float = 1.0, softcap: 
 
 
 class Problem:
-    """What a source is made of, in float64 or less, and the same logits the long way.
-
-    `rows` picks the positions out of a batch of twice their number, in no order.
-    """
+    """What a source is made of, in float64 or less, and the same logits the long way."""
 
     def __init__(
         self,
@@ -44,25 +41,15 @@ class Problem:
         shape: tuple[int, ...] = (3, 4),
         size: int = 1000,
         dtype: torch.dtype = torch.float64,
-        transform: str = "plain",
         bias: bool = False,
-        rows: bool = False,
-        spread: float = 1.0,
-        seed: int = 0,
     ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.kind, self.settings = kind, dict(TRANSFORMS[transform])
-        tokens = torch.Size(shape).numel()
-        positions = (2 * tokens,) if rows else shape
-        self.shape = torch.Size((tokens,) if rows else shape)
-        self.rows = torch.randperm(2 * tokens, generator=generator)[:tokens] if rows else None
-        hidden = torch.randn(*positions, HIDDEN, generator=generator, dtype=torch.float64)
-        weight = spread * torch.randn(size, HIDDEN, generator=generator, dtype=torch.float64) / 2
-        biases = torch.randn(size, generator=generator, dtype=torch.float64)
-        if kind == "head":
-            tensors = [hidden, weight] + ([biases] if bias else [])
-        else:
-            tensors = [hidden @ weight.t() + (biases if bias else 0.0)]
+        generator = torch.Generator().manual_seed(0)
+        self.kind, self.shape = kind, torch.Size(shape)
+        hidden = torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64)
+        weight = torch.randn(size, HIDDEN, generator=generator, dtype=torch.float64) / 2
+        tensors = [hidden, weight] if kind == "head" else [hidden @ weight.t()]
+        if bias:
+            tensors.append(torch.randn(size, generator=generator, dtype=torch.float64))
         self.leaves = [x.to(dtype).requires_grad_() for x in tensors]
         likeliest = self.logits().argmax(-1)
         anything = torch.randint(size, self.shape, generator=generator)
@@ -70,18 +57,17 @@ class Problem:
 
     def source(self) -> LogitsSource:
         if self.kind == "logits":
-            return Logits(self.leaves[0], rows=self.rows, **self.settings)
-        bias = self.leaves[2] if len(self.leaves) > 2 else None
-        return LMHead(self.leaves[0], self.leaves[1], bias, rows=self.rows, **self.settings)
+            return Logits(self.leaves[0])
+        hidden, weight, *bias = self.leaves
+        return LMHead(hidden, weight, bias[0] if bias else None)
 
     def logits(self) -> Tensor:
-        """Of the positions, (..., V), differentiable; the product in the leaves' dtype, the rest in float64."""
+        """(..., V), differentiable; the product in the leaves' dtype, the rest in float64."""
         raw, *others = self.leaves
         if self.kind == "head":
             raw = raw @ others[0].t()
             raw = raw + others[1] if len(others) > 1 else raw
-        z = plainly(raw.double(), **self.settings)
-        return z if self.rows is None else z[self.rows]
+        return raw.double()
 
     def gradients(self, output: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(output, self.leaves, retain_graph=True))

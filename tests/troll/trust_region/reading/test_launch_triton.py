@@ -35,7 +35,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_sizes_of_the_table():
+def test_sizes_of_table_are_powers_of_two():
     assert launch_triton.sizes_of("gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
     assert launch_triton.sizes_of("gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
     assert launch_triton.sizes_of("gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
@@ -71,7 +71,7 @@ def folded(rows: int, entropy: bool) -> tuple[torch.Tensor | None, ...]:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_sums_are_added_once_however_many_sizes_are_tried(entropy, request):
+def test_tuning_adds_sums_once(entropy, request):
     expected = folded(4, entropy)
     names = request.getfixturevalue("tuned")
     for got, want in zip(folded(4, entropy), expected, strict=True):
@@ -79,7 +79,7 @@ def test_sums_are_added_once_however_many_sizes_are_tried(entropy, request):
     assert set(names) == {"read_kernel"}
 
 
-def test_a_gradient_is_tuned_where_logits_stay_only(tuned):
+def test_gradient_is_tuned_only_where_logits_stay(tuned):
     part, out = made(random_values(4, 300)), made(torch.zeros(4, 300))
     support, row = Support.from_ids(some_ids(4, 5, FIRST, FIRST + 300)), torch.zeros(4, device=DEVICE)
     upstream = Upstream(row, row + 1, torch.ones(4, 5, device=DEVICE), None, None)

@@ -15,10 +15,7 @@ pytest.importorskip("triton")
 
 from tests.troll.trust_region.reading.tiles import (
     DEVICE,
-    DTYPES,
     FIRST,
-    FORMS,
-    TRANSFORMS,
     Folded,
     Made,
     assert_folds_agree,
@@ -26,7 +23,6 @@ from tests.troll.trust_region.reading.tiles import (
     random_values,
     unchanged,
 )
-from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.reading.memory_triton import Memory
 from troll.trust_region.reading.tiles import Support, TailSums, Tile, Transform, rows_of
 from troll.trust_region.reading.tiles_triton import TritonTile
@@ -61,18 +57,6 @@ def assert_selects_alike(part: Made, sampled: Tensor, k: int, entropy: bool = Tr
     return ids, actual[1]
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize(("dtype", "form"), list(zip(DTYPES, FORMS, strict=True)))
-def test_random_logits(dtype, transform, form, entropy):
-    """Half precision is full of ties."""
-    part = made(random_values(4, 1500, dtype), TRANSFORMS[transform], form)
-    if dtype == torch.float32 and transform in ("softcap", "all"):
-        # A tanh of ours and one of torch's may differ by an ulp, which must not decide.
-        part = made(random_values(4, 1500, torch.bfloat16).float(), TRANSFORMS[transform], form)
-    assert_selects_alike(part, sampled_around(1500), 20, entropy)
-
-
 @pytest.mark.parametrize("levels", [1, 40])
 @pytest.mark.parametrize(
     ("width", "k"),
@@ -88,7 +72,7 @@ def test_random_logits(dtype, transform, form, entropy):
         (4097, 70),
     ],
 )
-def test_ties_and_widths(width, k, levels):
+def test_select_of_ties_agrees_at_any_width(width, k, levels):
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-levels, levels, (4, width), generator=generator).float().to(DEVICE)
     values[1] = torch.where(torch.rand(width, generator=generator).to(DEVICE) < 0.5, 0.0, -0.0)
@@ -96,7 +80,7 @@ def test_ties_and_widths(width, k, levels):
     assert_selects_alike(made(values), sampled_around(width), k)
 
 
-def test_numbers_of_every_size():
+def test_select_orders_numbers_of_every_size():
     """All bits of the integers that stand for them are looked at: signs, exponents, subnormal numbers, infinities."""
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(-(2**31), 2**31, (4, 3000), generator=generator).int()
@@ -107,14 +91,9 @@ def test_numbers_of_every_size():
     assert_selects_alike(made(values), sampled_around(3000), 33)
 
 
-def test_large_k():
-    part = made(random_values(2, 200 * BLOCK, torch.bfloat16))
-    assert_selects_alike(part, sampled_around(part.tile.memory.width)[:2], 130)
-
-
 @pytest.mark.parametrize("selected", [[64 * 2 + 1, 64 * 2 + 9, 64 * 5], [64 * 7 + 50]], ids=["three", "one"])
 @pytest.mark.parametrize("block", ["chosen", "not chosen", "the last one", "selected"])
-def test_what_is_selected_is_in_no_sum(selected, block):
+def test_select_leaves_selected_out_of_sums(selected, block):
     """All weigh so much that the others would be lost in their sum; so would a difference from it."""
     values, columns = torch.zeros(1, 500, device=DEVICE), torch.tensor(selected, device=DEVICE)
     values[0, columns] = 100.0
@@ -127,14 +106,14 @@ def test_what_is_selected_is_in_no_sum(selected, block):
     assert outside.exp_sum.tolist() == [500 - len(selected) - (block != "selected")]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     values=st.lists(st.sampled_from([-math.inf, -300.0, -2.0, -0.0, 0.0, 1.0, 300.0]), min_size=1, max_size=12),
     repeats=st.sampled_from([1, 3, 30]),
     entropy=st.booleans(),
     data=st.data(),
 )
-def test_any_row_is_divided_into_what_is_selected_and_the_rest(values, repeats, entropy, data):
+def test_select_of_any_row_agrees_with_torch(values, repeats, entropy, data):
     """Few and many blocks of logits that tie, with the sampled token anywhere."""
     row = torch.tensor(values, device=DEVICE).repeat_interleave(repeats).unsqueeze(0)
     width = row.shape[-1]
@@ -143,41 +122,7 @@ def test_any_row_is_divided_into_what_is_selected_and_the_rest(values, repeats, 
     assert_selects_alike(made(row), torch.tensor([sampled], device=DEVICE), k, entropy)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("at", ["in a chosen block", "in another block", "next to the sampled token"])
-def test_a_logit_that_is_not_finite_and_not_selected_makes_the_sums_nan(at, broken, entropy):
-    values = torch.zeros(2, 700, device=DEVICE)
-    values[:, [64 * 2, 64 * 5]] = math.inf if broken == math.inf else 9.0
-    column = {"in a chosen block": 64 * 5 + 3, "in another block": 64 * 7, "next to the sampled token": 650}[at]
-    values[1, column] = broken
-    sampled = torch.tensor([FIRST + 649] * 2, device=DEVICE)
-    ids, (_, outside) = select_by(made(values).tile, sampled, 2, entropy, torch.float32)
-    assert (ids - FIRST).tolist() == [[64 * 2, 64 * 5, 649]] * 2
-    assert outside.log_sum.isnan().tolist() == [False, True]
-
-
-def test_rows_that_are_no_distribution_select_as_many_tokens():
-    """Which ones does not matter, but they have to be ids, different ones."""
-    values = random_values(4, 700)
-    values[0] = torch.nan
-    values[1, ::3] = torch.nan
-    values[2, 5] = torch.inf
-    values[3] = -torch.inf
-    ids, _ = select_by(made(values).tile, torch.full((4,), FIRST - 1, device=DEVICE), 7, True, torch.float32)
-    assert (ids[:, :7] >= FIRST).all() and (ids[:, :7] < FIRST + 700).all()
-    assert (ids[:, :7].diff() > 0).all()
-    assert (ids[2] == FIRST + 5).any() and (ids[:, 7] == -1).all()
-
-
-def test_no_rows():
-    nothing = slice(0, 0)
-    tile = TritonTile(Memory(random_values(0, 100), 100), Transform(), FIRST, nothing, nothing)
-    ids, _ = select_by(tile, torch.zeros(0, dtype=torch.int64, device=DEVICE), 4, True, torch.float32)
-    assert ids.shape == (0, 5)
-
-
-def test_a_tile_that_is_too_wide():
+def test_select_refuses_too_wide_tile():
     width = 2**20 + 1
     tile = TritonTile(Memory(random_values(1, 100), width), Transform(), FIRST, slice(0, 1), slice(0, width))
     with pytest.raises(ValueError, match="1048576 wide at most, got 1048577: set TROLL_KERNELS=torch"):

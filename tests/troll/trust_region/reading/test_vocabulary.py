@@ -1,127 +1,89 @@
-"""A vocabulary spread over 2 and 4 processes, against the same functions on the whole of it."""
+"""A vocabulary spread over 2 and 4 processes: the sliced paths of the matrix, and what the processes exchange."""
 
-import functools
-import importlib.util
-import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.troll.trust_region.reading.sources import plainly
-from tests.troll.trust_region.reading.vocabulary_worker import CASES, HIDDEN, TRITON_CASES, Case, Result, main, run
+from tests.tolerance import within
+from tests.troll.trust_region import reference
+from tests.troll.trust_region.cases import array
+from tests.troll.trust_region.matrix_cases import CASES, ROWS
+from tests.troll.trust_region.matrix_paths import SLICED
+from tests.troll.trust_region.reading.vocabulary_worker import SIZES, main
+from tests.troll.trust_region.test_matrix import assert_is_reference
 
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-ALL_CASES = CASES + (TRITON_CASES if INTERPRETED else [])
+PAIRS = [(path, case) for path in SLICED for case in CASES if SLICED[path].takes(CASES[case])]
 
-#: What other orders of summation, and matrix products of another width, leave of an output, absolute and relative. A
-#: gradient in bfloat16 may be rounded the other way.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2.0**-7}
-
-#: In float32 the entropy's gradient over 2,048 tokens is off by 8e-5 on the whole vocabulary, by 3e-5 in four slices.
-OF_ENTROPY_GRADIENT = {torch.float64: 1e-12, torch.float32: 2e-4}
-
-#: Along which dimension a gradient is spread over the processes.
-SPREAD = {"logits": -1, "weight": 0, "bias": 0}
+#: Along which dimension the gradient of a leaf is spread over the processes: of logits; of hidden states, which every
+#: process gets whole, weight and bias.
+SPREAD: dict[int, list[int | None]] = {1: [-1], 3: [None, 0, 0]}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found, by rank."""
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(main, (request.param, str(folder), ALL_CASES), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
-
-
-@functools.cache
-def on_the_whole(case: Case) -> Result:
-    return run(case, None)
+    torch.multiprocessing.spawn(main, (request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
 
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes() if tensor.dtype != torch.bfloat16 else bits(tensor.view(torch.int16))
 
 
-def brought_together(case: Case, processes: list[dict[str, Any]], name: str) -> Tensor:
-    parts = [process["results"][str(case)][name] for process in processes]
-    dim = SPREAD.get(name.partition(":")[2])
-    return parts[0] if dim is None else torch.cat(parts, dim)
+@pytest.mark.parametrize(("path", "case"), PAIRS)
+def test_sliced_path_gives_reference(path, case, processes):
+    """All processes get the same bits."""
+    first, *others = (process["results"][path, case] for process in processes)
+    for other in others:
+        assert all(bits(value) == bits(other.values[name]) for name, value in first.values.items())
+        assert bits(first.old.outcomes) == bits(other.old.outcomes)
+    gradients: dict[str, list[Tensor]] = {name: [] for name in first.gradients}
+    for name, leaves in first.gradients.items():
+        for at, dim in enumerate(SPREAD[len(leaves)]):
+            parts = [leaves[at], *(other.gradients[name][at] for other in others)]
+            assert dim is not None or all(bits(part) == bits(parts[0]) for part in parts)
+            gradients[name].append(parts[0] if dim is None else torch.cat(parts, dim))
+    assert_is_reference(SLICED[path], CASES[case], first._replace(gradients=gradients))
 
 
-@pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_slices_give_what_the_whole_vocabulary_gives(case, processes):
-    for name, expected in on_the_whole(case).items():
-        actual = brought_together(case, processes, name)
-        tolerance = 0.0
-        if expected.is_floating_point():
-            tolerance = (OF_ENTROPY_GRADIENT if name.startswith("entropy:") else TOLERANCE)[expected.dtype]
-        try:
-            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-        except AssertionError as error:
-            raise AssertionError(name) from error
-
-
-@pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_all_processes_get_the_same_bits(case, processes):
-    first, *others = (process["results"][str(case)] for process in processes)
-    for name, value in first.items():
-        if name.partition(":")[2] not in SPREAD:
-            assert all(bits(other[name]) == bits(value) for other in others), name
-
-
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if "not a" not in case.family], ids=str)
-def test_equal_policies_have_ratio_one(case, processes):
-    """DESIGN's bound, with the exact total; logits of at most 150 where nothing excludes a token."""
-    found = brought_together(case, processes, "ratio_of_equals").abs().double()
-    sampled = processes[0]["results"][str(case)]
-    log_p = sampled["old_log_probs"].gather(-1, sampled["slot"].unsqueeze(-1)).squeeze(-1).double()
-    excluded = log_p == -torch.inf
-    assert not found[excluded].any()
-    scale = torch.finfo(case.dtype).eps if case.dtype == torch.float64 else 2.0**-23
-    assert (found <= 4 * scale * log_p.abs().clamp(min=totals(case)))[~excluded].all()
-
-
-def totals(case: Case) -> Tensor:
-    """max(1, |logsumexp|) of the old policy, (rows,), in float64."""
-    logits = case.logits()[0]
-    if case.from_hidden:
-        head = case.head()
-        logits = head["old_hidden"] @ head["weight"].t() + head["bias"]
-    settings = {name: value for name, value in case.transform if name != "entropy"}
-    return plainly(logits, **settings).logsumexp(-1).abs().clamp(min=1)
-
-
-def test_what_is_exchanged_does_not_depend_on_the_vocabulary(processes):
-    n, rows, k = len(processes), 12, 8
-    capture = ("all_gather_into_tensor", rows * (3 * k + 2) + 1)
-    step, backward = ("all_reduce", rows * (k + 2 * n)), ("all_reduce", rows * HIDDEN)
-    with_entropy = ("all_reduce", rows * (k + 3 * n))
-    # The second step is that of the old policy with itself.
-    expected = {
-        "logits": [capture, step, step],
-        "hidden": [capture, step, step, *3 * [backward]],
-        "entropy": [capture, with_entropy, capture, ("all_reduce", rows * 2 * n), step, *4 * [backward]],
-    }
+def test_capture_entropy_is_that_of_all_slices(processes):
+    expected = [reference.entropy(row)[0] for row in CASES["flat"].old]
     for process in processes:
-        for exchanged in process["exchanged"]:
-            assert exchanged == expected
+        np.testing.assert_allclose(array(process["entropies"]), expected, rtol=within(1e-12))
 
 
-def test_what_does_not_fit_is_refused_on_every_process(processes):
+def test_exchange_does_not_grow_with_vocabulary(processes):
+    n, k, hidden = len(processes), 8, {size: ("all_reduce", ROWS * size) for size in SIZES}
+    capture, step = ("all_gather_into_tensor", ROWS * (3 * k + 2) + 1), ("all_reduce", ROWS * (k + 2 * n))
+    with_entropy = ("all_reduce", ROWS * (k + 3 * n))
+    for process in processes:
+        for (name, size), calls in process["exchanged"].items():
+            # A head's hidden states are as wide as its vocabulary here; one backward pass for every output.
+            expected = {
+                "sliced, float32": [capture, step],
+                "sliced head": [capture, step, *3 * [hidden[size]]],
+                "sliced head, entropy": [capture, with_entropy, *4 * [hidden[size]]],
+            }
+            assert calls == expected[name]
+
+
+def test_slices_that_do_not_fit_are_refused_everywhere(processes):
     n = len(processes)
-    widths = ", ".join(["6"] + ["4"] * (n - 1))
     expected = {
-        "slices of different sizes": f"the slices of vocab_group must hold equally many tokens each, got {widths}",
-        "uneven vocabulary": f"source must have the old policy's {4 * n + 1} tokens, got {4 * n}",
-        "logits": f"source must have the old policy's {4 * n} tokens, got {6 * n}",
-        "whole logits": f"source must have the old policy's {4 * n} tokens, got 4",
-        "head": f"source must have the old policy's {4 * n} tokens, got {6 * n}",
-        "token": f"token_ids must be in [0, {4 * n}), got {4 * n}",
-        "another group": "vocab_group must be a group of this process",
+        "slices of different sizes": ["vocab_group", ", ".join(["6"] + ["4"] * (n - 1))],
+        "uneven vocabulary": ["source", f"{4 * n + 1} tokens, got {4 * n}"],
+        "logits": ["source", f"{4 * n} tokens, got {6 * n}"],
+        "whole logits": ["source", f"{4 * n} tokens, got 4"],
+        "head": ["source", f"{4 * n} tokens, got {6 * n}"],
+        "token": ["token_ids", f"[0, {4 * n}), got {4 * n}"],
+        "another group": ["vocab_group"],
     }
     for rank, process in enumerate(processes):
-        refused = expected if rank else {name: text for name, text in expected.items() if name != "another group"}
+        refused = expected if rank else {name: parts for name, parts in expected.items() if name != "another group"}
         assert process["refusals"].keys() == refused.keys()
-        for name, text in refused.items():
-            assert text in process["refusals"][name]
+        for name, parts in refused.items():
+            assert all(part in process["refusals"][name] for part in parts)

@@ -10,14 +10,7 @@ from troll.trust_region.reading.tiles import TailSums, TensorRows, Tile, Transfo
 from troll.trust_region.reading.tiles_triton import TritonTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TRANSFORMS = {
-    "plain": Transform(),
-    "temperature": Transform(temperature=0.7),
-    "scale": Transform(scale=0.25),
-    "softcap": Transform(softcap=8.0),
-    "all": Transform(1.3, 1.7, 5.0),
-}
+PLAIN = Transform()
 
 #: The vocabulary entry of the first column.
 FIRST = 1000
@@ -60,7 +53,7 @@ def random_values(rows: int, width: int, dtype: torch.dtype = torch.float32, see
     return (4 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
 
 
-def made(values: Tensor, transform: Transform = TRANSFORMS["plain"], form: str = "rows", first: int = FIRST) -> Made:
+def made(values: Tensor, transform: Transform = PLAIN, form: str = "rows", first: int = FIRST) -> Made:
     """What holds these values, (n, W), with NaN wherever no kernel may look."""
     values = values.to(DEVICE)
     rows, width = values.shape
