@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from torch import Tensor
 
 import troll
 from benchmarks import measure
-from tests.troll.trust_region.cases import FAMILIES, bounds, pairs, true_kl
-from tests.troll.trust_region.test_constraint import gradient_and_differences
+from tests.troll.trust_region.cases import FAMILIES, Array, array, bounds, pairs, random_logits, tensor, true_kl
+from tests.troll.trust_region.test_constraint import make, reference_groups
+from tests.troll.trust_region.test_reference import central_differences
 from troll.trust_region.constraint import REDUCTIONS
 from troll.trust_region.dual import TokenCurve, newton
 from troll.trust_region.paper import bracket
@@ -29,6 +31,32 @@ KL_BOUND, BISECTIONS = 0.05, 60
 
 ROWS, SIZES = 1000, (2, 3, 8, 65, 1000)
 BOUND_RANGE = (1e-3, 1.0)
+
+
+def gradient_and_differences(scope: str, reduction: str) -> tuple[Array, Array]:
+    """∂L/∂logits of the new policy by the code, and by finite differences of scipy's solution, for a random linear L.
+
+    Three sequences of up to four tokens; the last sequence lies inside its bound, and bounds differ between tokens.
+    """
+    old = random_logits(12, 5, seed=3)
+    new = old + random_logits(12, 5, seed=4)
+    new[8:] = old[8:] + 0.02 * random_logits(4, 5, seed=4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    constraint = make(scope, mask, reduction)
+    kl_bound = bounds(12, 0.03, 0.1, seed=3) * (2 if reduction == "sum" else 1)
+    upstream = array(random_logits(12, 5, seed=5)) * array(mask).reshape(12, 1)
+    logits = new.clone().requires_grad_()
+    shape = (3, 4)
+    found = troll.project(
+        logits.view(*shape, 5), old.view(*shape, 5), tensor(kl_bound).view(shape), constraint=constraint
+    )
+    (gradient,) = torch.autograd.grad((found.log_probs.view(12, 5) * tensor(upstream)).sum(), logits)
+
+    def loss(moved: Array) -> float:
+        groups = reference_groups(moved, array(old), kl_bound, constraint)
+        return math.fsum(upstream[t] @ log_q for tokens, s in groups for t, log_q in zip(tokens, s.log_q, strict=True))
+
+    return array(gradient), central_differences(loss, array(new))
 
 
 def bisection(old: Tensor, s: Tensor, kl_bound: Tensor) -> Tensor:
