@@ -51,6 +51,7 @@ def test_project_entropy_is_nearest_policy(kind: type) -> None:
 def test_entropy_of_scale_is_that_of_independent_actions() -> None:
     expected = 4 * Normal(0.0, torch.tensor(0.3)).entropy().item()
     assert gaussian.entropy_of_scale(0.3, 4) == pytest.approx(expected)
+    assert gaussian.entropy_of_scale(0.3, 1) == pytest.approx(expected / 4)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.05])
