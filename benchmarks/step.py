@@ -42,6 +42,7 @@ WITH_TARGET: dict[str, Trainer] = {
     "TrollTrainer, clip": (TrollTrainer, TrollConfig, {"surrogate": "clip"}),
     "TrollTrainer, clip, kl_target": (TrollTrainer, TrollConfig, {"surrogate": "clip", "kl_target": 0.03}),
 }
+_ALL = TRAINERS | WITH_TARGET
 
 #: A Qwen3 with the real vocabulary; on a CPU scaled down. Tokens are sequences x completion length of one update.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -119,11 +120,11 @@ def contenders(device: str, **case: Any) -> measure.Contenders:
     def train(name: str) -> object:
         return _trainer(name, device, **case).train()
 
-    return {name: functools.partial(train, name) for name in {**TRAINERS, **WITH_TARGET}}
+    return {name: functools.partial(train, name) for name in _ALL}
 
 
 def _trainer(name: str, device: str, sequences: int, length: int, text: str = "", **model: Any) -> GRPOTrainer:
-    trainer_class, config_class, settings = {**TRAINERS, **WITH_TARGET}[name]
+    trainer_class, config_class, settings = _ALL[name]
     tokens = sampled(device, sequences, length, text, **model)
     trained, tokenizer = loaded(device, **model)
 

@@ -31,6 +31,9 @@ def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     return f", did you mean {prefix}{close[0]}?" if close else ""
 
 
+#: vLLM's lowest temperature: it samples at this one where a lower one is set, and takes the most likely token at 0.
+VLLM_LEAST_TEMPERATURE = 0.01
+
 #: The ranges of numbers, by the words that error messages use.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0": lambda value: value > 0,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from troll_lab.terminal import UsageError, one_line
+from troll_lab.terminal import UsageError, one_line, raised_as
 
 
 def module_name(path: Path) -> str:
@@ -78,10 +78,8 @@ def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Ca
     if not colon or not attribute.isidentifier():
         takes = ", ".join((*others, "FILE.py:function or module:function"))
         raise UsageError(f"{label} must be {takes}, got {name!r}")
-    try:
+    with raised_as(UsageError, f"{label}: "):
         found = import_file_or_module(module, folder)
-    except UsageError as error:
-        raise UsageError(f"{label}: {error}") from error
     function = getattr(found, attribute, None)
     if not callable(function):
         raise UsageError(f"{label}: {module} has no function {attribute!r}")

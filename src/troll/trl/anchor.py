@@ -297,7 +297,7 @@ def check_sampling(args: TrollConfig) -> None:
     """
     for name, neutral in KEEPS_ALL.items():
         value = getattr(args, name)
-        if args.truncation is None and value not in (*neutral, None, -1):
+        if args.truncation is None and value not in (*neutral, None):
             raise ValueError(
                 f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} changes the '
                 f"distribution: set {name}={neutral[-1]!r}"

@@ -18,15 +18,13 @@ from accelerate.utils import gather_object
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
+from troll.settings import VLLM_LEAST_TEMPERATURE
 from troll.trl import seam
 
 FILE = "the model's generation_config.json"
 
 #: The settings that become part of the old policy.
 POLICY = ("temperature", "top_k", "top_p", "min_p")
-
-#: The lowest temperature that vLLM samples at; it raises lower ones to this.
-VLLM_LEAST_TEMPERATURE = 0.01
 
 _INERT = """
     max_length max_new_tokens max_tokens max_time stop stop_token_ids ignore_eos repetition_detection
@@ -86,7 +84,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 #: The values with which all tokens are kept. vLLM takes them for settings that are None.
 ALL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None}
 #: The same for a sampler, with every value that does so.
-KEEPS_ALL: dict[str, tuple[Any, ...]] = {"top_k": (0,), "top_p": (1.0,), "min_p": (None, 0.0)}
+KEEPS_ALL: dict[str, tuple[Any, ...]] = {"top_k": (-1, 0), "top_p": (1.0,), "min_p": (None, 0.0)}
 #: The values that transformers takes for settings that are None in the model's file too.
 UNSET = ALL | {"top_k": 50}
 

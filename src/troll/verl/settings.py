@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from troll.settings import VLLM_LEAST_TEMPERATURE
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
@@ -28,9 +29,6 @@ _LOSS = f"{_ACTOR}.policy_loss"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 _CHOICES = {"pull": PULLS, "constraint": CONSTRAINTS, "ratio_level": RATIO_LEVELS, "anchor": ("old", "rollout")}
-
-#: vLLM's lowest temperature: it samples at this one where a lower one is set, and takes the most likely token at 0.
-LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass
@@ -136,9 +134,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 "algorithm.use_kl_in_reward compares whole policies, and with rollout.top_p or rollout.top_k the old "
                 f"log-probabilities are those on the kept tokens: set {_ACTOR}.use_kl_loss=True instead"
             )
-        if not self.rollout_temperature >= LOWEST_TEMPERATURE:
+        if not self.rollout_temperature >= VLLM_LEAST_TEMPERATURE:
             raise ValueError(
-                f"{_ROLLOUT}.temperature must be at least {LOWEST_TEMPERATURE}, the lowest that vLLM samples "
+                f"{_ROLLOUT}.temperature must be at least {VLLM_LEAST_TEMPERATURE}, the lowest that vLLM samples "
                 f"at, got {self.rollout_temperature}"
             )
         if self.rollout_repetition_penalty != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def layered(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[
     below, grid = _read_file(path)
     above = split(overrides)
     loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
-    settings = left_by(above.given, below, above.given)
+    settings = left_by(above.given, below)
     for name, value in above.inner.items():  # the other settings of a dictionary stay
         field = field_of(name)
         held = settings.get(field) or {}
@@ -118,9 +118,9 @@ def _read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         with raised_as(RecipeError, f"{path}: plugins: "):
             own[PLUGINS] = plugins.resolved(own[PLUGINS], path.parent)
     inherited = {name: values for name, values in grid.items() if name not in own}
-    above = {*own, *axes}
-    settings = {**left_by(above, settings, own), **own}
-    return settings, {**left_by(above, inherited), **axes}
+    several = dict.fromkeys((*own, *axes))
+    settings = {**left_by(several | own, settings), **own}
+    return settings, {**left_by(several, inherited), **axes}
 
 
 def _check_layer(path: Path, own: dict[str, Any], axes: Any) -> None:
@@ -144,19 +144,17 @@ def _check_layer(path: Path, own: dict[str, Any], axes: Any) -> None:
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
 
 
-def left_by(
-    above: Collection[str], settings: dict[str, Any], values: Mapping[str, object] | None = None
-) -> dict[str, Any]:
-    """The settings of a layer that the fields of the layer above do not replace.
+def left_by(above: Mapping[str, object], settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a layer that the layer above does not replace.
 
     Args:
-        above: The fields of the layer above.
+        above: The fields of the layer above. With the value of another surrogate or task, the settings of the one below
+            are not inherited; None stands for values that are not known.
         settings: The settings below.
-        values: The values of these fields: the settings of another surrogate or task are not inherited.
     """
-    replaced = ROLLOUT_LENGTH if ROLLOUT_LENGTH & set(above) else frozenset()
+    replaced = ROLLOUT_LENGTH if ROLLOUT_LENGTH & above.keys() else frozenset()
     for name, (default, owned) in OWNERS.items():
-        given = (values or {}).get(name)
+        given = above.get(name)
         if given is not None and settings.get(name, default) != given:
             replaced |= {owned}
     return {name: value for name, value in settings.items() if name not in replaced}

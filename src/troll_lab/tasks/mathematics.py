@@ -168,7 +168,7 @@ _COMPETITIONS = "Problems of mathematics competitions."
 mathematics(
     "gsm8k",
     "Word problems of primary school, whose answer is a number.",
-    Source("openai/gsm8k", {"prompt": Column(("problem", "question")), "answer": Column(("answer",))}, "main"),
+    Source("openai/gsm8k", {**_COLUMNS, "answer": Column(("answer",))}, "main"),
     gold=after_hashes,
 )
 mathematics("math", _COMPETITIONS, Source("nlile/hendrycks-MATH-benchmark", _COLUMNS))

@@ -8,7 +8,18 @@ from troll.trust_region.reading import head, logits
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles each way, and a remainder, for 12 tokens and 1,000 entries."""
-    monkeypatch.setattr(head, "TOKEN_TILE", 5)
-    monkeypatch.setattr(head, "VOCABULARY_TILE", 300)
-    monkeypatch.setattr(head, "WHOLE_ROWS", {"cpu": 4 * 1000, "gpu": 4 * 1000})
-    monkeypatch.setattr(logits, "TILE_LOGITS", 5 * 1000)
+    set_tiles(monkeypatch, rows=5, columns=300, width=1000)
+
+
+@pytest.fixture
+def tiles_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles each way, and a remainder, for 6 tokens and 152 entries."""
+    set_tiles(monkeypatch, rows=4, columns=64, width=152)
+
+
+def set_tiles(monkeypatch: pytest.MonkeyPatch, *, rows: int, columns: int, width: int) -> None:
+    """Sets the sizes of tiles for a vocabulary of a width, four of whose rows are read whole."""
+    monkeypatch.setattr(head, "TOKEN_TILE", rows)
+    monkeypatch.setattr(head, "VOCABULARY_TILE", columns)
+    monkeypatch.setattr(head, "WHOLE_ROWS", {"cpu": 4 * width, "gpu": 4 * width})
+    monkeypatch.setattr(logits, "TILE_LOGITS", rows * width)

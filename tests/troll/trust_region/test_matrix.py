@@ -15,19 +15,9 @@ from tests.troll.trust_region import reference
 from tests.troll.trust_region.cases import Array, array
 from tests.troll.trust_region.matrix_cases import CASES, Case, expected, old_rows, spread
 from tests.troll.trust_region.matrix_paths import PATHS, TRITON, Found, Path, run, tensor
-from troll.trust_region.reading import head, logits
 
 EVERY = PATHS | (TRITON if importlib.util.find_spec("triton") else {})
 PAIRS = [(path, case) for path in EVERY for case in CASES if EVERY[path].takes(CASES[case])]
-
-
-@pytest.fixture
-def tiles_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles each way, and a remainder, for 6 tokens and 152 entries."""
-    monkeypatch.setattr(head, "TOKEN_TILE", 4)
-    monkeypatch.setattr(head, "VOCABULARY_TILE", 64)
-    monkeypatch.setattr(head, "WHOLE_ROWS", {"cpu": 4 * 152, "gpu": 4 * 152})
-    monkeypatch.setattr(logits, "TILE_LOGITS", 4 * 152)
 
 
 @pytest.mark.parametrize(("path", "case"), PAIRS)
