@@ -40,7 +40,7 @@ class EngineTopLogprobs:
     these numbers like the tokens. During a rollout this number is the token's row in this table, counted from 1. Row 0
     is for tokens of tools, tokens with missing entries, and tokens that the engine reports as impossible.
 
-    There is no plainer way. TRL has no room for K entries of a token, drops what else an engine returns, and makes a
+    Plainer ways fail: TRL has no room for K entries of a token, drops what else an engine returns, and makes a
     tensor of the numbers before any method that we override gets them. Which of an engine's tokens TRL kept, and where
     it put them, cannot be told from the tokens: they repeat.
     """

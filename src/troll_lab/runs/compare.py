@@ -53,7 +53,7 @@ def compare(
         runs: The runs from `troll_lab.runs.grid.expand`.
         folder: The folder of the comparison; made if it does not exist.
         console: The console for progress and results.
-        jobs: The number of runs at once, at least 1. By default one for each GPU, or for each core if there is no GPU.
+        jobs: The number of runs at once, at least 1. By default one for each GPU, or for each core without a GPU.
             Each run sees one GPU.
         command: The command that made the runs, for the page.
         settled: Fields that were tuned for each method: runs that differ in them still belong to one method.

@@ -1,4 +1,4 @@
-"""Open-ended text: continue a sentence in a given style. There is no single right answer."""
+"""Open-ended text: continue a sentence in a given style. No single answer is right."""
 
 import ast
 import functools

@@ -149,7 +149,7 @@ def after_hashes(solution: str) -> str:
     """Returns the number after the last `####` of a GSM8K solution, without thousands separators.
 
     Raises:
-        ValueError: If there is no `####`, or no number after it.
+        ValueError: If the solution lacks `####`, or a number after it.
     """
     _, marker, answer = solution.rpartition("####")
     answer = answer.strip().replace(",", "")
