@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--question", default="text", help="field of the question")
     parser.add_argument("--solution", help="field of the solution to learn by heart; by default nothing is learned")
     parser.add_argument("--problems", type=int, default=16)
+    parser.add_argument("--eval_size", type=int, help="rows that are held out of one file, as for troll train")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
@@ -42,6 +43,7 @@ def main() -> None:
         task_options=options.task_options,
         dataset_path=options.dataset_path,
         train_size=options.problems,
+        eval_size=options.eval_size,
     )
     prompts = list(load_task(config, for_training=True).train_dataset["prompt"])
     rows = list(load_dataset("json", data_files=options.dataset_path, split="train"))
