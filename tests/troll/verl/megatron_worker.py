@@ -31,7 +31,7 @@ from tests.troll.verl.actor import (
 from tests.troll.verl.megatron_cpu import on_cpu
 from troll.verl.hooks import Hook
 
-CASES = worker.CASES | {"entropy": {"entropy_coeff": 0.1, "temperature": 0.7}}
+CASES = {name: worker.CASES[name] for name in worker.SHARED} | {"entropy": {"entropy_coeff": 0.1, "temperature": 0.7}}
 
 #: With fewer updates, two processes of a batch that shares one bound do not reach it.
 SAMPLES = rollout(16)
@@ -61,10 +61,6 @@ class Layout:
     settings: tuple[str, ...] = ()
     #: Whether Megatron divides by tokens, as Megatron-Bridge has it under context parallelism.
     per_token: bool = False
-
-    @property
-    def data(self) -> int:
-        return 4 // (self.tensor * self.context * self.pipeline)
 
     @property
     def readings(self) -> list[tuple[str, bool]]:
