@@ -31,7 +31,11 @@ from tests.troll.verl.actor import (
 from tests.troll.verl.megatron_cpu import on_cpu
 from troll.verl.hooks import Hook
 
-CASES = {name: worker.CASES[name] for name in worker.SHARED} | {"entropy": {"entropy_coeff": 0.1, "temperature": 0.7}}
+CASES = {
+    "token": worker.CASES["token"],
+    "sequence": worker.CASES["sequence"],
+    "entropy": {"entropy_coeff": 0.1, "temperature": 0.7},
+}
 
 #: With fewer updates, two processes of a batch that shares one bound do not reach it.
 SAMPLES = rollout(16)

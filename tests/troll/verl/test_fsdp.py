@@ -121,14 +121,10 @@ def test_fused_reference_may_share_the_process(monkeypatch: pytest.MonkeyPatch) 
     check_equals_the_core(found, temperature=0.7)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("token", {}), ("sequence", CASES["sequence"]), ("FSDP 1", {}), ("dynamic", {})],
-    ids=["token", "sequence", "FSDP 1", "dynamic batch sizes"],
-)
-def test_two_processes_equal_the_core(name: str, settings: dict[str, Any], two_processes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["token", "FSDP 1", "dynamic"])
+def test_two_processes_equal_the_core(name: str, two_processes: dict[str, Any]) -> None:
     assert two_processes[name]["reads_head"]
-    check_equals_the_core(two_processes[name], processes=2, **settings)
+    check_equals_the_core(two_processes[name], processes=2)
 
 
 def test_nan_on_one_process_leaves_out_the_update_on_all(two_processes: dict[str, Any]) -> None:
@@ -148,7 +144,7 @@ def test_updates_on_what_is_no_number_are_left_out(
 def test_learning_rate_follows_the_kl_of_all_processes(two_processes: dict[str, Any]) -> None:
     """Each has half of every mini-batch, and the rate is that of one process with all of it."""
     first, second = two_processes["KL target"]
-    assert first == second and len({*first}) > 4
+    assert first == second and len({*first}) > 3
     # From the second update on, a rounding error is seen in the rate.
     assert first == pytest.approx(worker.rates_of(trolled(True, *policy_loss(*KL_TARGET)), rollout()), rel=1e-3)
 
@@ -161,15 +157,14 @@ def test_resumed_run_equals_an_uninterrupted_one(two_processes: dict[str, Any]) 
     assert got["metrics"]["lr"] == wanted["metrics"]["lr"]
 
 
-@pytest.mark.parametrize("case", ["token", "sequence"])
-def test_sequence_parallelism_equals_the_core(case: str, two_processes: dict[str, Any]) -> None:
-    check_equals_the_core(two_processes["sequence parallel"][case], **CASES[case])
+def test_sequence_parallelism_equals_the_core(two_processes: dict[str, Any]) -> None:
+    check_equals_the_core(two_processes["sequence parallel"], **CASES["sequence"])
 
 
 def test_sequence_parallelism_captures_kept_tokens(two_processes: dict[str, Any]) -> None:
     actor, batch = trolled().reset(rollout_top_p=0.8), as_batch(rollout())
     actor.infer(batch, calculate_entropy=True)
-    records = two_processes["sequence parallel"]["kept"], captured(actor.engine, batch)
+    records = two_processes["kept tokens"], captured(actor.engine, batch)
     for got, own in zip(*([from_records([one]) for one in each] for each in records), strict=True):
         assert got.truncated and torch.equal(got.counts, own.counts) and torch.equal(got.token_ids, own.token_ids)
         torch.testing.assert_close(got.log_probs, own.log_probs, rtol=0, atol=within(1e-5))

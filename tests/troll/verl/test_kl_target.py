@@ -83,14 +83,13 @@ def follow() -> Iterator[Callable[..., Following]]:
 
 def test_rate_is_found_from_far_below(follow: Any) -> None:
     run = follow(learning_rate=FOUND / 100)
-    metrics = run.rollouts(8)
+    metrics = run.rollouts(5)
     assert run.rates[0] == pytest.approx(FOUND / 1e4) and run.rates == metrics["trust_region/kl_target/rate"]
     assert all(FOUND / 3 < rate < 3 * FOUND for rate in run.rates[24:])
     wanted = metrics["trust_region/kl_target/wanted"]
-    assert wanted[0] == 0 and wanted[5] == pytest.approx(0.03 * math.sqrt(5 / 7)) and wanted == wanted[:6] * 8
-    # At a rollout's last updates, the KL is near what is wanted.
-    kls = metrics["trust_region/kl_before_mean"][29::6]
-    assert all(1 / 4 < kl / wanted[5] < 4 for kl in kls)
+    assert wanted[0] == 0 and wanted[5] == pytest.approx(0.03 * math.sqrt(5 / 7)) and wanted == wanted[:6] * 5
+    # At a rollout's last update, the KL is near what is wanted.
+    assert 1 / 4 < metrics["trust_region/kl_before_mean"][-1] / wanted[-1] < 4
 
 
 def test_schedule_multiplies_the_rate(follow: Any) -> None:
@@ -218,11 +217,11 @@ def test_target_changes_nothing_but_the_rate(follow: Any, monkeypatch: pytest.Mo
 
 def test_checkpoints_with_and_without_a_target_go_on(follow: Any) -> None:
     run = follow(schedule=COSINE)
-    run.rollouts(3)
+    run.rollouts(1)
     saved = run.engine.lr_scheduler.state_dict()
     plain = LambdaLR(AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0), lambda step: 1.0)
     plain.load_state_dict(saved)
-    assert plain.last_epoch == 3 and plain.get_last_lr() == run.engine.lr_scheduler._scheduler.get_last_lr()
+    assert plain.last_epoch == 1 and plain.get_last_lr() == run.engine.lr_scheduler._scheduler.get_last_lr()
     run.actor.reset(ppo_epochs=2)
     run.engine.lr_scheduler.load_state_dict({name: value for name, value in saved.items() if name != STATE})
     assert run.state["rate"] == pytest.approx(FOUND) and run.state["walked"] == []

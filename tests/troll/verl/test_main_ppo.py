@@ -78,7 +78,7 @@ VLLM = (
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM next to verl")
 @pytest.mark.parametrize("top_k", [-1, 5], ids=["whole", "truncated"])
-def test_vllm_samples_from_the_weights_of_the_last_update(data: Path, tmp_path: Path, top_k: int) -> None:
+def test_real_vllm_samples_from_the_last_updates_weights(data: Path, tmp_path: Path, top_k: int) -> None:
     """With one update a rollout, at which the network still is what sampled the tokens."""
     steps = steps_of(
         Run("troll", tmp_path, 3),

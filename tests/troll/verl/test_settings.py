@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import verl.utils.config
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -28,7 +30,6 @@ from tests.troll.verl.actor import (
     rollout,
     single,
 )
-from tests.troll.verl.fresh import Fresh
 from troll import Truncation
 from troll.verl import TrollFSDPActorConfig
 from troll.verl.fsdp import TrollFSDPEngine
@@ -38,14 +39,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 
 KL_TARGET = tuple(policy_loss("kl_target=0.03"))
-
-#: verl's program, with overrides of its command line.
-MAIN = """
-import sys
-sys.argv = ["main_ppo", "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", *{overrides}]
-from verl.trainer.main_ppo import main
-main()
-"""
 
 
 @functools.cache
@@ -194,11 +187,12 @@ def test_configuration_that_only_names_troll_is_refused(value: Any, plug_in: tup
         verl.utils.config.validate_config(config=config, use_reference_policy=False, use_critic=False)
 
 
-def test_group_put_elsewhere_is_refused(fresh: Fresh) -> None:
-    """By verl's own program, before Ray starts."""
-    done = fresh(MAIN.format(overrides=["+troll@elsewhere=fsdp"]))
-    assert done.code == 1
-    assert any("troll@elsewhere selects nothing" in line for line in done.said), "\n".join(done.said)
+def test_group_put_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=["+troll@elsewhere=fsdp"], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", config)  # as Hydra's main does
+    with pytest.raises(ValueError, match="troll@elsewhere selects nothing"):
+        validate_config(config, use_reference_policy=False, use_critic=False)
 
 
 def test_users_own_search_path_stays(tmp_path: Path) -> None:

@@ -43,9 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"ratio_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
-#: Those of them in which processes have something to share; the ratio of a sequence is not.
-SHARED = ("token", "sequence")
-
 #: Settings of a trust region whose learning rate follows the KL.
 KL_TARGET = ("kl_target=0.03",)
 
@@ -107,11 +104,11 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 
 
 def rates_of(actor: Actor, samples: list[Sample]) -> list[float]:
-    """The learning rates that the optimiser used in the updates of three rollouts."""
+    """The learning rates that the optimiser used in the updates of two rollouts."""
     rates: list[float] = []
     optimizer = actor.engine.optimizer
     hook = optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-    for _ in range(3):
+    for _ in range(2):
         actor.update(actor.score(as_batch(samples)))
     hook.remove()
     return rates
@@ -120,10 +117,10 @@ def rates_of(actor: Actor, samples: list[Sample]) -> list[float]:
 def two_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
     samples = rollout()[rank::world]
     actor = _actor(model)
-    found: dict[str, Any] = {name: trained(actor.reset(**CASES[name]), as_batch(samples)) for name in SHARED}
+    found: dict[str, Any] = {"token": trained(actor, as_batch(samples))}
     found["dynamic"] = trained(actor.reset(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
     found["nan"] = left_out(actor.reset(), samples)
-    found["sequence parallel"] = _sequence_parallel(model)
+    found |= _sequence_parallel(model)
     found["FSDP 1"] = _fsdp1(model, samples)
     actor = _actor(model, *policy_loss(*KL_TARGET))
     found["KL target"] = [None] * world
@@ -180,19 +177,16 @@ def _sequence_parallel(model: Path) -> dict[str, Any]:
         f"{ACTOR}.fsdp_config.pad_to_length=true",
         f"{ACTOR}.fsdp_config.pad_to_length_bucket=13",
     )
-    found: dict[str, Any] = {}
     batch = as_batch(rollout())
-    for name in SHARED:
-        scores = actor.reset(**CASES[name]).infer(batch, calculate_entropy=True)
-        # What verl's dispatch does: the first process of a group answers, and all get the same batch.
-        answer: list[Any] = [None if scores is None else list(scores["log_probs"].unbind())]
-        dist.broadcast_object_list(answer)
-        own = TensorDict({"log_probs": nested(answer[0])}, [len(answer[0])])
-        policies = captured(actor.engine, batch)
-        found[name] = _found(actor, policies, actor.update(with_scores(batch, own)))
+    scores = actor.reset(**CASES["sequence"]).infer(batch, calculate_entropy=True)
+    # What verl's dispatch does: the first process of a group answers, and all get the same batch.
+    answer: list[Any] = [None if scores is None else list(scores["log_probs"].unbind())]
+    dist.broadcast_object_list(answer)
+    own = TensorDict({"log_probs": nested(answer[0])}, [len(answer[0])])
+    policies = captured(actor.engine, batch)
+    found = _found(actor, policies, actor.update(with_scores(batch, own)))
     actor.reset(rollout_top_p=0.8).infer(batch, calculate_entropy=True)
-    found["kept"] = captured(actor.engine, batch)
-    return found
+    return {"sequence parallel": found, "kept tokens": captured(actor.engine, batch)}
 
 
 def gathered_attention(
