@@ -220,13 +220,8 @@ class Recorded:
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
 def test_recorded_arrays_make_the_policies_of_the_model(record: Record, number: int) -> None:
     engine = TopLogProbs(Recorded(record, number), TOP_K)
-
-    async def run() -> list[Any]:
-        params = SamplingParams(logprobs=0)
-        return [x async for x in engine.generate(prompt=PROMPTS[number], sampling_params=params, request_id="a")]
-
     ids = record.colocated[number].ids
-    assert asyncio.run(run())[-1].outputs[0].token_ids == ids
+    assert outputs(engine, logprobs=0)[-1].outputs[0].token_ids == ids
     reported = engine.taken("a")
     assert reported is not None and reported[0][:, 0].tolist() == ids
     settings: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "top_k": TOP_K, "mass_threshold": MASS_THRESHOLD}
