@@ -56,8 +56,10 @@ def test_record_equals_capture_top(scale: float, mass_threshold: float, number: 
     assert len(set(got.used.sum(-1).tolist())) > 1 or scale < 8 or mass_threshold == 0
 
 
-def test_whole_vocabulary_leaves_no_tail() -> None:
-    ids, log_probs = engine_rows(4, V)
+@pytest.mark.parametrize("others", [V, V - 1])
+def test_whole_vocabulary_leaves_no_tail(others: int) -> None:
+    """The sampled token is the least likely one, which is among V others, and not among V − 1."""
+    ids, log_probs = (x[:, [-1, *range(1, 1 + others)]] for x in engine_rows(4, V))
     got = read(ids, log_probs, top_k=V + 1, mass_threshold=0.0)
     assert got.top_k == V and got.tail_log_prob.eq(-torch.inf).all()
     assert torch.equal(got.token_ids.gather(-1, got.slot[:, None]), ids[:, :1].long())
@@ -180,7 +182,7 @@ RESPONSES: dict[str, tuple[list[int], list[Turn], list[PackedPolicy | int]]] = {
     "late": ([*TOOL, *A[:4]], [LATE], [2, OF_FIRST[:4]]),
     "a call for something else": (A, [ELSEWHERE], [6]),
     "no turn": (TOOL, [], [2]),
-    "two answers to one prompt": (A, [BRANCH, FIRST], [OF_FIRST]),
+    "two answers to one prompt": ([*A, 9], [BRANCH, FIRST], [OF_FIRST, 1]),
 }
 
 
