@@ -188,11 +188,6 @@ def test_settings_of_the_environment_arrive(
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
 
 
-def test_sglang_cannot_be_the_anchor(configure: Configure) -> None:
-    with pytest.raises(Exception, match="rollout that reports its distributions"):
-        check(configure("dapo-qwen3-4b.sh", INFER_BACKEND="sglang", ANCHOR="rollout"))
-
-
 def test_verls_reward_for_dapo_punishes_long_answers(configure: Configure) -> None:
     filtered = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
     config = configure("dapo-qwen3-4b.sh", *filtered, MAX_RESPONSE_LENGTH="1024")
