@@ -73,8 +73,9 @@ def test_a_server_that_gives_fewer_log_probs_than_asked_for_is_refused(server, s
         served(server, support_top_k=CAP + 1)
 
 
-@pytest.mark.parametrize("anchor", ["old", "rollout"])
-@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.8}, {"top_k": 5}], ids=["whole", "top_p", "top_k"])
+@pytest.mark.parametrize(
+    ("anchor", "truncation"), [("rollout", {}), ("old", {"top_p": 0.8}), ("rollout", {"top_k": 5})]
+)
 def test_first_update_sees_the_sampler_in_the_old_policy(server, served, anchor, truncation):
     """In both rollouts, of which the second comes after updates: so the server got the weights."""
     trainer = served(server, anchor=anchor, **truncation)

@@ -1,63 +1,56 @@
 """Programs in processes that have not imported verl yet; they are forks of one that has what verl imports."""
 
 import importlib
-import json
 import os
-import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from multiprocessing import get_context
+from typing import NamedTuple
 
 #: Most of the time of an import of verl goes to these.
 PRELOADED = ("torch", "transformers", "ray", "tensordict", "datasets", "peft", "accelerate", "hydra", "fastapi")
 
 
-#: Runs a program with these variables of the environment: its `code`, and the lines that it `said` in both outputs.
-Fresh = Callable[..., Any]
+class Done(NamedTuple):
+    """A program's exit code, and the lines that it wrote to both outputs."""
+
+    code: int
+    said: list[str]
+
+
+#: Runs a program with these variables of the environment.
+Fresh = Callable[..., Done]
 
 
 @contextmanager
 def started() -> Iterator[Fresh]:
-    command = [sys.executable, "-m", __name__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        requests, answers = process.stdin, process.stdout
-
-        def fresh(program: str, **environment: str) -> Any:
-            print(json.dumps((program, environment)), file=requests, flush=True)
-            return SimpleNamespace(**json.loads(answers.readline()))
-
-        yield fresh
-        process.kill()  # it has nothing to finish
+    with ProcessPoolExecutor(1, get_context("spawn"), preload) as pool:
+        yield lambda program, **environment: pool.submit(run, program, environment).result()
 
 
-def serve() -> None:
-    """Answers each line of a program and an environment with how it went."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what imports print is no answer
+def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
-    for line in sys.stdin:
-        read, write = os.pipe()
+
+
+def run(program: str, environment: dict[str, str]) -> Done:
+    with tempfile.TemporaryFile("w+") as output:
         pid = os.fork()
         if not pid:
-            program, environment = json.loads(line)
-            run(program, environment, write)
-        os.close(write)
-        with os.fdopen(read) as output:
-            said = output.read().splitlines()
+            os.environ.update(environment)
+            for descriptor in (1, 2):
+                os.dup2(output.fileno(), descriptor)
+            os._exit(code_of(program))
         _, status = os.waitpid(pid, 0)
-        print(json.dumps({"code": os.waitstatus_to_exitcode(status), "said": said}), file=answers, flush=True)
+        output.seek(0)
+        return Done(os.waitstatus_to_exitcode(status), output.read().splitlines())
 
 
-def run(program: str, environment: dict[str, str], output: int) -> None:
-    """The child: ends with the program."""
-    os.environ.update(environment)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
+def code_of(program: str) -> int:
     code = 0
     try:
         exec(program, {"__name__": "__main__"})
@@ -66,8 +59,4 @@ def run(program: str, environment: dict[str, str], output: int) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
+    return code

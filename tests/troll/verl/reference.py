@@ -98,52 +98,41 @@ def capture_error(model: PreTrainedModel, sample: Sample, settings: Settings) ->
 def update(
     new: PreTrainedModel,
     old: PreTrainedModel,
-    micro_batches: Sequence[Sequence[Sample]],
+    samples: Sequence[Sample],
     settings: Settings,
     weights: Mapping[int, Tensor] | None = None,
     reference_log_probs: Mapping[int, Tensor] | None = None,
 ) -> Update:
-    """One mini-batch; micro-batches matter to a constraint over the batch alone.
-
-    Correction weights and log-probabilities of the reference policy are by `id(sample)`.
-    """
+    """One mini-batch. Correction weights and log-probabilities of the reference policy are by `id(sample)`."""
     new.zero_grad()
-    samples = [sample for batch in micro_batches for sample in batch]
     tokens = sum(int(sample.mask.sum()) for sample in samples)
-    loss, size, error = torch.zeros(()), torch.zeros(()), 0.0
-    statistics: dict[str, list[Tensor]] = {}
-    for batch in micro_batches:
-        logits = [response_logits(new, sample, settings.temperature) for sample in batch]
-        error = max(error, log_prob_error(torch.cat(logits)))
-        policies = [capture(old, sample, settings) for sample in batch]
-        mask = torch.cat([sample.mask for sample in batch]).bool()
-        everything = SparsePolicy.cat(policies)
-        constraint = _constraint(batch, settings, mask)
-        options: dict[str, Any] = {"constraint": constraint, "pull": settings.pull}
-        step = trust_region_step(torch.cat(logits), everything, settings.kl_bound, **options)
-        for name in ("kl_before", "kl_after", "multiplier", "projected", "regression"):
-            statistics.setdefault(name, []).append(getattr(step, name).detach()[mask])
-        statistics.setdefault("support_size", []).append(everything.used.sum(-1)[mask])
-        statistics.setdefault("tail_mass", []).append(everything.tail_log_prob.exp()[mask])
-        sizes = [len(sample.response) for sample in batch]
-        parts = zip(batch, logits, step.log_ratio.split(sizes), step.regression.split(sizes), strict=True)
-        for sample, own, log_ratio, regression in parts:
-            terms = _terms(sample, own, log_ratio, regression, settings, weights, reference_log_probs)
-            loss = loss + _aggregate(torch.stack(terms).sum(0), sample.mask, tokens, len(samples), settings)
-            sizes_of = torch.stack(terms).detach().abs().sum(0)
-            size = size + _aggregate(sizes_of, sample.mask, tokens, len(samples), settings)
+    logits = [response_logits(new, sample, settings.temperature) for sample in samples]
+    captured = SparsePolicy.cat([capture(old, sample, settings) for sample in samples])
+    mask = torch.cat([sample.mask for sample in samples]).bool()
+    step = trust_region_step(
+        torch.cat(logits), captured, settings.kl_bound, constraint=_constraint(samples, settings), pull=settings.pull
+    )
+    names = ("kl_before", "kl_after", "multiplier", "projected", "regression")
+    statistics = {name: getattr(step, name).detach()[mask] for name in names}
+    statistics |= {"support_size": captured.used.sum(-1)[mask], "tail_mass": captured.tail_log_prob.exp()[mask]}
+    loss, size = torch.zeros(()), torch.zeros(())
+    sizes = [len(sample.response) for sample in samples]
+    parts = zip(samples, logits, step.log_ratio.split(sizes), step.regression.split(sizes), strict=True)
+    for sample, own, log_ratio, regression in parts:
+        terms = torch.stack(_terms(sample, own, log_ratio, regression, settings, weights, reference_log_probs))
+        loss = loss + _aggregate(terms.sum(0), sample.mask, tokens, len(samples), settings)
+        size = size + _aggregate(terms.detach().abs().sum(0), sample.mask, tokens, len(samples), settings)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in new.named_parameters() if p.grad is not None}
-    found = {name: torch.cat(values) for name, values in statistics.items()}
-    return Update(loss.item(), gradients, found, size.item(), error)
+    return Update(loss.item(), gradients, statistics, size.item(), log_prob_error(torch.cat(logits)))
 
 
-def _constraint(batch: Sequence[Sample], settings: Settings, mask: Tensor) -> Constraint | None:
+def _constraint(samples: Sequence[Sample], settings: Settings) -> Constraint | None:
     if settings.constraint == "token":
         return None
-    group = torch.cat([torch.full((len(sample.response),), i) for i, sample in enumerate(batch)])
-    weight = torch.cat([sample.mask.double() / max(int(sample.mask.sum()), 1) for sample in batch])
-    return Constraint(group, weight, len(batch))
+    group = torch.cat([torch.full((len(sample.response),), i) for i, sample in enumerate(samples)])
+    weight = torch.cat([sample.mask.double() / max(int(sample.mask.sum()), 1) for sample in samples])
+    return Constraint(group, weight, len(samples))
 
 
 def _terms(
@@ -179,8 +168,6 @@ def _aggregate(terms: Tensor, mask: Tensor, tokens: int, sequences: int, setting
         total = total / mask.sum().clamp(min=1)
     divisor = {
         "token-mean": tokens,
-        "token-sum": 1,
-        "seq-mean-token-sum": sequences,
         "seq-mean-token-mean": sequences,
         "seq-mean-token-sum-norm": sequences * settings.loss_scale_factor,
     }
@@ -195,19 +182,9 @@ def compared(got: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> float:
     )
 
 
-def divided(
-    samples: Sequence[Sample], *, world: int = 1, mini_batch: int = 4, micro_batch: int = 2
-) -> list[list[list[Sample]]]:
-    """The micro-batches of all processes together, of every mini-batch; process r holds samples r, r + world, ..."""
-    shares = [samples[rank::world] for rank in range(world)]
-    own = mini_batch // world
-    return [
-        [
-            [sample for share in shares for sample in share[start + at : start + min(at + micro_batch, own)]]
-            for at in range(0, own, micro_batch)
-        ]
-        for start in range(0, len(samples) // world, own)
-    ]
+def mini_batches(samples: Sequence[Sample], size: int = 4) -> list[Sequence[Sample]]:
+    """Those of all processes together, of which process r holds samples r, r + world, ..."""
+    return [samples[at : at + size] for at in range(0, len(samples), size)]
 
 
 def check_captured(folder: Path, records: Sequence[Tensor], samples: Sequence[Sample], settings: Settings) -> None:
@@ -235,18 +212,18 @@ def check(
     folder: Path,
     steps: Sequence[Step],
     metrics: Mapping[str, Sequence[float]],
-    mini_batches: Sequence[Sequence[Sequence[Sample]]],
+    batches: Sequence[Sequence[Sample]],
     settings: Settings,
     **terms: Any,
 ) -> None:
-    """Asserts that every update of verl's had the loss, the gradients and the metrics of the plain formula.
+    """Asserts that the update of every mini-batch had the loss, the gradients and the metrics of the plain formula.
 
     The folder has the model as it was when the rollout was scored; the terms are those of `update`.
     """
     old = load(folder)
     projected = []
-    assert len(steps) == len(mini_batches) == len(metrics["loss"])
-    for number, (step, mini_batch) in enumerate(zip(steps, mini_batches, strict=True)):
+    assert len(steps) == len(batches) == len(metrics["loss"])
+    for number, (step, mini_batch) in enumerate(zip(steps, batches, strict=True)):
         wanted = update(load(folder, step.parameters), old, mini_batch, settings, **terms)
         # A term is a ratio times an advantage: its relative error is that of two log-probabilities, and its gradient's.
         error = 2 * wanted.error

@@ -164,7 +164,7 @@ def field(row: TensorDict) -> Tensor:
     return record
 
 
-def test_a_record_is_a_column_of_its_own_and_rewards_never_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_a_column_that_rewards_never_see(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     (row,), rewards = sampled(monkeypatch, server)
     assert torch.equal(field(row), server.records[0])
@@ -175,7 +175,7 @@ def test_a_record_is_a_column_of_its_own_and_rewards_never_see_it(monkeypatch: p
     assert row["rm_scores"].sum() == 1
 
 
-def test_an_interrupted_completion_has_the_policies_of_all_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_completion_has_policies_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of verl's asynchronous trainer, which makes one answer of several and drops their extra fields."""
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda _: sleep(0))
@@ -185,12 +185,12 @@ def test_an_interrupted_completion_has_the_policies_of_all_its_weights(monkeypat
     check_slots(field(row), [from_records([record]) for record in server.records])
 
 
-def test_a_rollout_that_does_not_report_makes_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_that_does_not_report_makes_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,), _ = sampled(monkeypatch, Server(reports=False))
     assert OLD_POLICIES not in row and OLD_POLICIES not in next(iter(row["extra_fields"]))
 
 
-def test_turns_make_one_record_of_each_sample_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_make_one_record_of_each_concurrent_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "turns", 2)
     server = Server()
     rows, _ = sampled(monkeypatch, server, samples=3)
@@ -200,7 +200,7 @@ def test_turns_make_one_record_of_each_sample_at_the_same_time(monkeypatch: pyte
         assert row["response_mask"][0].tolist() == [1] * 4 + [0] * 2 + [1] * 4
 
 
-def test_tasks_of_an_agent_loop_share_its_sample_and_numpy_prompts_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_share_a_sample_and_prompts_may_be_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Parallel(LLMServerClient):
         async def generate(self, *args: Any, **inputs: Any) -> TokenOutput:
             return await asyncio.create_task(super().generate(*args, **inputs))
@@ -211,7 +211,7 @@ def test_tasks_of_an_agent_loop_share_its_sample_and_numpy_prompts_are_prompts(m
     assert torch.equal(field(row), server.records[0])
 
 
-def test_a_trace_of_verls_sees_what_an_agent_loop_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verls_trace_sees_what_an_agent_loop_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[list[str]] = []
     monkeypatch.setattr(rollout_trace.RolloutTraceConfig, "get_backend", lambda: "trackio")
     monkeypatch.setattr(
@@ -223,9 +223,7 @@ def test_a_trace_of_verls_sees_what_an_agent_loop_sees(monkeypatch: pytest.Monke
     assert "global_steps" in seen and OLD_POLICIES not in seen
 
 
-def test_every_conversation_is_a_row_with_its_own_policies_and_the_last_ones_reward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_conversation_is_a_row_with_its_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an agent with several conversations a sample: `examples/verl/memagent`."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(MEMORY_AGENT)])
     (agent,) = yaml.safe_load((MEMORY_AGENT / "agent.yaml").read_text())

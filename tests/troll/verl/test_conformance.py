@@ -34,7 +34,7 @@ def samples_of(case: Case) -> list[Sample]:
 @pytest.mark.parametrize(
     ("mode", "aggregation"), [("seq-mean-token-mean", "sequence_mean"), ("token-mean", "token_mean")]
 )
-def test_the_engine_keeps_the_contract(folder: Path, mode: str, aggregation: Any) -> None:
+def test_engine_keeps_the_contract(folder: Path, mode: str, aggregation: Any) -> None:
     def adapter(case: Case) -> Update:
         actor = actor_of(folder, case.layout == "packed").reset(
             kl_bound=case.kl_bound, regression_weight=case.regression_weight, loss_agg_mode=mode

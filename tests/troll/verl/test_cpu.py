@@ -70,7 +70,7 @@ def check_log_probs(model: PreTrainedModel, prompt: list[int], output: TokenOutp
     torch.testing.assert_close(torch.tensor(output.log_probs), wanted, rtol=0, atol=2e-5)
 
 
-def test_verl_runs_its_own_engines_on_this_platform_and_finds_the_rollout_by_its_name() -> None:
+def test_verl_finds_its_engines_and_the_rollout() -> None:
     assert get_device_name() == "cpu"
     assert torch.ones(1).to(get_device_id()).device.type == "cpu"
     assert get_platform().communication_backend_name() == "gloo"
@@ -81,18 +81,12 @@ def test_verl_runs_its_own_engines_on_this_platform_and_finds_the_rollout_by_its
     assert get_rollout_replica_class("transformers") is TransformersReplica
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_model_whatever_is_batched(model: PreTrainedModel, temperature: float) -> None:
-    server = launch(model, max_num_seqs=3)
-    outputs = sampled(server, PROMPTS * 4, temperature=temperature)
-    for prompt, output in zip(PROMPTS * 4, outputs, strict=True):
-        check_log_probs(model, prompt, output, temperature)
+def test_log_probs_are_those_of_the_model_in_any_batch(model: PreTrainedModel) -> None:
+    outputs = sampled(launch(model, max_num_seqs=30), PROMPTS * 20, temperature=0.6)
+    for prompt, output in zip(PROMPTS * 20, outputs, strict=True):
+        check_log_probs(model, prompt, output, 0.6)
         assert output.extra_fields["global_steps"] == 7
     assert len({tuple(output.token_ids) for output in outputs[:: len(PROMPTS)]}) > 1
-
-
-def test_completions_end_with_the_first_end_of_sequence(model: PreTrainedModel) -> None:
-    outputs = sampled(launch(model), PROMPTS * 20)
     ends = [output.token_ids.index(1) for output in outputs if 1 in output.token_ids]
     assert ends and min(ends) < RESPONSE_LENGTH - 1, "the model should end some of them early"
     for output in outputs:
@@ -101,19 +95,16 @@ def test_completions_end_with_the_first_end_of_sequence(model: PreTrainedModel) 
         assert output.token_ids[-1] == 1 or len(output.token_ids) == RESPONSE_LENGTH
 
 
-def test_temperature_zero_is_greedy_and_new_weights_are_used_at_once(model: PreTrainedModel) -> None:
+def test_greedy_completions_are_those_of_new_weights(model: PreTrainedModel) -> None:
     server = launch(model)
     other = AutoModelForCausalLM.from_config(model.config).eval()
-    for step, network in ((7, model), (8, other)):
-        asyncio.run(server.update_weights(network.state_dict(), global_steps=step))
-        for prompt, output in zip(PROMPTS, sampled(server, PROMPTS, temperature=0.0), strict=True):
-            assert output.token_ids == logits_of(network, prompt, output.token_ids).argmax(-1).tolist()
-            assert output.extra_fields["global_steps"] == step
-    (output,) = sampled(server, PROMPTS[:1])
-    check_log_probs(other, PROMPTS[0], output)
+    asyncio.run(server.update_weights(other.state_dict(), global_steps=8))
+    for prompt, output in zip(PROMPTS, sampled(server, PROMPTS, temperature=0.0), strict=True):
+        assert output.token_ids == logits_of(other, prompt, output.token_ids).argmax(-1).tolist()
+        assert output.extra_fields["global_steps"] == 8
 
 
-def test_as_the_anchor_it_reports_the_distributions_it_sampled_from(model: PreTrainedModel) -> None:
+def test_anchor_reports_what_it_sampled_from(model: PreTrainedModel) -> None:
     settings: dict[str, Any] = {"top_k": 5, "mass_threshold": 1e-3}
     custom = {"trust_region": {"anchor": "rollout"} | settings}
     server = launch(model, custom=custom)
@@ -124,27 +115,27 @@ def test_as_the_anchor_it_reports_the_distributions_it_sampled_from(model: PreTr
         assert torch.equal(reported.token_ids, expected.token_ids) and torch.equal(reported.slot, expected.slot)
         torch.testing.assert_close(reported.outcomes.exp(), expected.outcomes.exp(), rtol=0, atol=1e-5)
     custom["trust_region"]["anchor"] = "old"
-    (output, *_) = sampled(launch(model, custom=custom), PROMPTS)
+    (output,) = sampled(launch(model, custom=custom), PROMPTS[:1])
     assert "old_policies" not in output.extra_fields
 
 
-def test_a_request_that_fails_says_so_and_leaves_the_server_at_work(model: PreTrainedModel) -> None:
+def test_request_that_fails_leaves_the_server_at_work(model: PreTrainedModel) -> None:
     server = launch(model)
     with pytest.raises(IndexError):
         sampled(server, [[10_000]])
     assert sampled(server, PROMPTS[:1])
 
 
-def test_images_and_an_adapter_alone_are_refused(model: PreTrainedModel) -> None:
+def test_images_and_unmerged_adapters_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="takes only text, got image_data"):
         asyncio.run(launch(model).generate([5], {}, "id", image_data=["an image"], video_data=None))
     rollout = TransformersRollout.__new__(TransformersRollout)
-    with pytest.raises(ValueError, match=r"set \+actor_rollout_ref.model.lora.merge=true"):
+    with pytest.raises(ValueError, match=r"lora.merge=true"):
         asyncio.run(rollout.update_weights(iter([]), peft_config={"r": 8}))
 
 
 @pytest.mark.parametrize("make", [quickstart_task, demo_task])
-def test_rows_have_verls_columns_and_right_answers_score(tmp_path: Path, make: Callable[[], TaskConfig]) -> None:
+def test_rows_are_verls_and_right_answers_score(tmp_path: Path, make: Callable[[], TaskConfig]) -> None:
     task = make()
     data_set = task.task.partition(":")[2]
     asked = questions(data_set, task.options, split="eval", size=3)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from demo_page import HELD_OUT, KL, PLOTS, STEP_SECONDS, median_seconds, metric, page, results
+from demo_page import HELD_OUT, KL, PLOTS, STEP_SECONDS, page
 
 from tests.pages import Page, check_page
 
@@ -26,7 +26,7 @@ def texts(page: str, tag: str) -> list[str]:
     return [text.replace("\N{NO-BREAK SPACE}", " ") for text in re.findall(rf"<{tag}\b[^>]*>([^<]+)</{tag}>", page)]
 
 
-def test_the_page_says_what_each_method_came_to() -> None:
+def test_page_says_what_each_method_came_to() -> None:
     made = page({"clip": CLIP, "troll": {**TROLL, 4: {HELD_OUT: 0.75}}}, LIMITS)
     assert texts(made, "b") == ["50.0 %", "75.0 %"]
     assert "from 25.0 %; one run each, no comparison" in made.replace("\N{NO-BREAK SPACE}", " ")
@@ -46,13 +46,3 @@ def test_names_of_methods_are_escaped(tmp_path: Path) -> None:
     read = Page(path)
     check_page(read)
     assert "script" not in read.tags and read.text.count("<script>") == 2 + len(PLOTS), "headline, table and legends"
-
-
-def test_a_metric_that_nobody_logged_leaves_a_sentence() -> None:
-    assert "Nothing was logged." in page({"troll": TROLL}, LIMITS)
-    assert results({"troll": TROLL}, LIMITS)["KL, nats"].tolist() == ["–"]
-
-
-def test_metrics_are_read_in_the_order_of_steps() -> None:
-    assert metric({2: {"x": 1.0}, 1: {"x": 3.0}, 3: {"y": 2.0}}, "x").to_dict() == {1: 3.0, 2: 1.0}
-    assert median_seconds(CLIP) == 4.0

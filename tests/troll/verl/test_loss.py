@@ -1,24 +1,19 @@
 """The policy loss among the terms of verl's: with a bound that nothing reaches it is verl's own, unclipped."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from verl.protocol import DataProto
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import AdvantageEstimator
-from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from tests.tolerance import within
 from tests.troll.verl.actor import Step, as_batch, model_folder, rollout, single, trolled
-from tests.troll.verl.reference import Settings, check, compared, divided
+from tests.troll.verl.reference import Settings, check, compared, mini_batches
+from troll.trust_region.step import Pull
 from troll.verl.loss import ProjectedTokens, projected, trust_region_policy_loss
-
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 #: A clip that nothing reaches.
 UNCLIPPED = {"clip_ratio": 1e9, "clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
@@ -41,14 +36,14 @@ TERMS = {"entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_los
 
 #: What TROLL is set to, what verl besides its unclipped loss, and the fields of the batch.
 UNREACHABLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    **{mode: ({}, {"loss_agg_mode": mode, "loss_scale_factor": 6}, {}) for mode in MODES},
+    "token-mean": ({}, {}, {}),
     "gspo": ({"ratio_level": "sequence"}, {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"}, {}),
     "other terms": ({}, TERMS, FIELDS),
 }
 
 
 @pytest.mark.parametrize(("settings", "stock", "fields"), UNREACHABLE.values(), ids=UNREACHABLE)
-def test_an_unreachable_bound_is_verls_unclipped_loss(
+def test_unreachable_bound_is_verls_unclipped_loss(
     settings: dict[str, Any], stock: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     shared = {name: value for name, value in stock.items() if name != "loss_mode"}
@@ -69,59 +64,23 @@ def trained(actor: Any, fields: Mapping[str, Any]) -> tuple[list[Step], dict[str
     return list(actor.steps), dict(metrics), actor.parameters()
 
 
-@pytest.mark.parametrize(
-    "changes", [*({"loss_agg_mode": mode} for mode in MODES), {"pull": "proximal"}], ids=[*MODES, "proximal pull"]
-)
-def test_projected_tokens_are_aggregated_as_verl_does(changes: dict[str, Any]) -> None:
-    settings = {"regression_weight": 0.5, "loss_scale_factor": 6} | changes
-    steps, metrics, _ = trained(trolled().reset(**settings), {})
-    check(model_folder(), steps, metrics, divided(rollout()), Settings(**settings))
-
-
-def test_projected_tokens_keep_the_other_terms() -> None:
-    samples = rollout()
-    actor = trolled().reset(**TERMS)
+@pytest.mark.parametrize("pull", ["projection", "proximal"])
+def test_projected_tokens_are_aggregated_as_verl_does(pull: Pull) -> None:
+    """With verl's other terms, an advantage of each token, and a mean that needs the sizes of the whole batch."""
+    advantages = per_token(-2, 2, seed=5)
+    samples = [dataclasses.replace(sample, advantages=own) for sample, own in zip(rollout(), advantages, strict=True)]
+    settings: dict[str, Any] = {"regression_weight": 0.5, "loss_agg_mode": "seq-mean-token-sum-norm", "pull": pull}
+    actor = trolled().reset(loss_scale_factor=6, **TERMS, **settings)
     metrics = actor.update(actor.score(as_batch(samples, **FIELDS)))
     references, weights = (
         {id(sample): value for sample, value in zip(samples, values, strict=True)} for values in FIELDS.values()
     )
-    settings = Settings(entropy_coeff=0.3, kl_loss_coef=0.5)
+    wanted = Settings(entropy_coeff=0.3, kl_loss_coef=0.5, **settings)
     terms = {"weights": weights, "reference_log_probs": references}
-    check(model_folder(), actor.steps, metrics, divided(samples), settings, **terms)
+    check(model_folder(), actor.steps, metrics, mini_batches(samples), wanted, **terms)
 
 
-@pytest.mark.parametrize(
-    ("name", "by_std"),
-    [
-        *(("grpo", True), ("grpo", False), ("gae", True), ("rloo", True)),
-        *(("reinforce_plus_plus", True), ("reinforce_plus_plus_baseline", True)),
-    ],
-)
-def test_advantages_of_every_estimator(name: str, by_std: bool) -> None:
-    """As verl computes them of rewards, in groups of four of a prompt; by the names of docs/verl.md."""
-    samples, estimator, generator = rollout(), AdvantageEstimator(name), torch.Generator().manual_seed(5)
-    mask = torch.nn.utils.rnn.pad_sequence([sample.mask for sample in samples], batch_first=True)
-    rewards = torch.zeros(mask.shape)
-    for row, sample in enumerate(samples):
-        rewards[row, len(sample.response) - 1] = torch.rand((), generator=generator)
-    values = torch.randn(mask.shape, generator=generator) * mask
-    data = DataProto.from_dict(
-        tensors={"token_level_rewards": rewards, "response_mask": mask, "values": values},
-        non_tensors={"uid": np.array([str(row // 4) for row in range(len(samples))], dtype=object)},
-    )
-    config = AlgoConfig(adv_estimator=estimator)
-    data = compute_advantage(data, estimator, gamma=0.99, lam=0.9, norm_adv_by_std_in_grpo=by_std, config=config)
-    assert data.batch["advantages"].abs().sum() > 0
-    samples = [
-        dataclasses.replace(sample, advantages=row[: len(sample.response)].clone())
-        for sample, row in zip(samples, data.batch["advantages"], strict=True)
-    ]
-    actor = trolled()
-    metrics = actor.update(actor.score(as_batch(samples)))
-    check(model_folder(), actor.steps, metrics, divided(samples), Settings())
-
-
-def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
+def test_rollout_correction_does_not_weight_the_pull() -> None:
     """By hand, of three tokens of which the last does not count."""
     config = trolled().reset(regression_weight=2.0).actor
     object.__setattr__(config, "global_batch_info", {})
@@ -132,21 +91,20 @@ def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
         loss, metrics = trust_region_policy_loss(
             log_p, log_q, advantages, mask.bool(), config=config, rollout_is_weights=weights
         )
-    terms = [-(np.e**0.5) * 0.5 + 0.2, np.e**-1.0 * 3.0 + 0.4]
+    terms = [-(math.e**0.5) * 0.5 + 0.2, math.e**-1.0 * 3.0 + 0.4]
     assert loss.item() == pytest.approx(sum(terms) / 2)
     assert metrics["actor/ppo_kl"] == pytest.approx((-0.5 - 0.1 + 1.0 - 0.2) / 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 120.0])
-def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) -> None:
+def test_masked_tokens_never_matter(value: float) -> None:
     config = trolled().reset().actor
     object.__setattr__(config, "global_batch_info", {})
     log_p, mask = torch.full((1, 3), -1.0), torch.tensor([[True, True, False]])
     log_q = torch.tensor([[-1.0, -2.0, value]], requires_grad=True)
     regression = torch.tensor([[0.1, 0.2, value]], requires_grad=True)
     with projected(ProjectedTokens(log_q - log_p, regression)):
-        loss, _ = trust_region_policy_loss(log_p, log_p, torch.ones(1, 3), mask, mode, config)
+        loss, _ = trust_region_policy_loss(log_p, log_p, torch.ones(1, 3), mask, config=config)
     loss.backward()
     assert loss.isfinite()
     for tensor in (log_q, regression):

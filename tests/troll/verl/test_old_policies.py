@@ -1,6 +1,6 @@
 """Old policies as a field of verl's batches: where tokens stand, and what the batch's ways leave of the records."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
-from verl.utils.seqlen_balancing import rearrange_micro_batches, restore_dynamic_batch
+from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.engine.utils import pad_packed_inputs
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -24,21 +24,19 @@ from troll.verl.records import from_records, to_record, without_policies
 VOCABULARY = 99
 
 
-def batch_of(*lengths: tuple[int, int], seed: int = 0) -> TensorDict:
+def batch_of(*lengths: tuple[int, int]) -> TensorDict:
     """Of the lengths of prompts and responses."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     own, answers = (
         [torch.randint(0, VOCABULARY, (pair[part],), generator=generator) for pair in lengths] for part in (0, 1)
     )
-    return tu.get_tensordict(
-        {
-            "input_ids": nested(torch.cat(pair) for pair in zip(own, answers, strict=True)),
-            "prompts": nested(own),
-            "responses": nested(answers),
-            "response_mask": nested(torch.ones_like(answer) for answer in answers),
-        },
-        {"temperature": 1.0},
-    )
+    tensors = {
+        "input_ids": nested(torch.cat(pair) for pair in zip(own, answers, strict=True)),
+        "prompts": nested(own),
+        "responses": nested(answers),
+        "response_mask": nested(torch.ones_like(answer) for answer in answers),
+    }
+    return tu.get_tensordict(tensors, {"temperature": 1.0})
 
 
 def captured(data: TensorDict, seed: int = 0, top_k: int = 6) -> SparsePolicy:
@@ -47,9 +45,8 @@ def captured(data: TensorDict, seed: int = 0, top_k: int = 6) -> SparsePolicy:
     return capture(logits, tokens, top_k=top_k, mass_threshold=1e-2)
 
 
-def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
-    """A record for each sequence, as agent loops put them into a batch."""
-    return nested(records_of(PackedPolicy.of(policy), data["responses"].offsets().diff().tolist()))
+def lengths_of(data: TensorDict) -> list[int]:
+    return data["responses"].offsets().diff().tolist()
 
 
 def same(got: SparsePolicy, wanted: SparsePolicy) -> bool:
@@ -63,8 +60,8 @@ lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, 
 
 
 @given(lengths)
-@settings(deadline=None, max_examples=60)
-def test_places_are_those_from_which_verl_takes_the_responses(pairs: list[tuple[int, int]]) -> None:
+@settings(deadline=None, max_examples=40)
+def test_places_are_those_of_verls_responses(pairs: list[tuple[int, int]]) -> None:
     data = batch_of(*pairs)
     places = response_places(data)
     responses = [response for _, response in pairs]
@@ -94,6 +91,15 @@ def test_processes_that_share_a_pack_have_every_token_once(pairs: list[tuple[int
         assert torch.equal(spread[part.rows], values) and int((spread != 0).sum()) == int((values != 0).sum())
 
 
+def test_padded_batches_are_refused() -> None:
+    """Those of verl's legacy trainer."""
+    data = as_batch(rollout(3))
+    for name in ("prompts", "responses"):
+        data[name] = data[name].to_padded_tensor(0)
+    with pytest.raises(ValueError, match="nested tensors, as verl's v1 trainer"):
+        response_places(data)
+
+
 @given(lengths, st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=40)
 def test_captured_policies_are_found_in_any_order(pairs: list[tuple[int, int]], random: Random) -> None:
@@ -115,7 +121,7 @@ def sequence_of(data: TensorDict, number: int) -> tuple[str, str]:
     return str(data["prompts"].unbind()[number].tolist()), str(data["responses"].unbind()[number].tolist())
 
 
-def test_the_same_tokens_after_another_prompt_are_another_sequence() -> None:
+def test_same_tokens_after_another_prompt_are_another_sequence() -> None:
     """Prompts may differ in images, which their tokens do not show, or in where they end."""
     data = batch_of((2, 3), (2, 3))
     first = tu.index_select_tensor_dict(data, [0, 0])
@@ -127,57 +133,38 @@ def test_the_same_tokens_after_another_prompt_are_another_sequence() -> None:
     assert same(found, SparsePolicy.cat([policy[3:], policy[:3]]))
     ids = first["input_ids"].unbind()[0]
     first["prompts"], first["responses"] = nested([ids[:1], ids[:2]]), nested([ids[1:], ids[2:]])
-    with pytest.raises(ValueError, match="1 of 2 sequences"):
+    with pytest.raises(ValueError, match=r"1 of 2 sequences .* no old policy in this process"):
         kept.of(first)
 
 
-@given(lengths)
-@settings(deadline=None, max_examples=40)
-def test_a_field_gives_back_the_policy(pairs: list[tuple[int, int]]) -> None:
-    data = batch_of(*pairs)
-    policy = captured(data)
-    data["old_policies"] = as_field(policy, data)
-    assert same(reported_policies(data, 1).unpack(), policy)
-
-
-def with_field(n: int = 12) -> tuple[TensorDict, list[SparsePolicy]]:
-    """A batch, all tokens of which count, and the policy of each of its sequences."""
+def reported(n: int = 3) -> tuple[TensorDict, list[SparsePolicy]]:
+    """A batch with a record for each sequence, all tokens of which count, and the policies of each."""
     data = as_batch(rollout(n))
     data["response_mask"] = torch.ones_like(data["response_mask"])
     policy = captured(data)
-    data["old_policies"] = as_field(policy, data)
+    data["old_policies"] = nested(records_of(PackedPolicy.of(policy), lengths_of(data)))
     return data, [policy[start:end] for start, end in pairwise(data["responses"].offsets().tolist())]
 
 
-def check_aligned(data: TensorDict, order: list[int], policies: list[SparsePolicy]) -> None:
-    """Asserts that the batch's records are those of its sequences, the original numbers of which are given."""
-    assert same(reported_policies(data, 1).unpack(), SparsePolicy.cat([policies[number] for number in order]))
-
-
 def test_records_follow_their_sequences_through_verls_batches() -> None:
-    data, policies = with_field()
+    data, policies = reported(12)
+
+    def check(batch: TensorDict, order: list[int]) -> None:
+        assert same(reported_policies(batch, 1).unpack(), SparsePolicy.cat([policies[number] for number in order]))
+
     order = torch.randperm(12, generator=torch.Generator().manual_seed(2)).tolist()
-    selected = tu.index_select_tensor_dict(data, order)
-    check_aligned(selected, order, policies)
-    chunks = tu.chunk_tensordict(selected, 4)
-    for number, chunk in enumerate(chunks):
-        check_aligned(chunk, order[3 * number : 3 * number + 3], policies)
-    check_aligned(tu.concat_tensordict(chunks[::-1]), order[9:] + order[6:9] + order[3:6] + order[:3], policies)
+    chunks = tu.chunk_tensordict(tu.index_select_tensor_dict(data, order), 4)
+    check(tu.concat_tensordict(chunks[::-1]), order[9:] + order[6:9] + order[3:6] + order[:3])
     micro_batches, indices = rearrange_micro_batches(data, max_token_len=20, same_micro_num_in_dp=False)
     assert len(micro_batches) > 1
     for micro_batch, index in zip(micro_batches, indices, strict=True):
-        check_aligned(micro_batch, index, policies)
-    restored = data.copy()
-    outputs = [record for micro_batch in micro_batches for record in micro_batch["old_policies"].unbind()]
-    restored["old_policies"] = restore_dynamic_batch(nested(outputs), indices)
-    check_aligned(restored, list(range(12)), policies)
-    for mini_batch, at in zip(
-        tu.make_iterator(data, 4, epochs=1, dataloader_kwargs={"shuffle": False}), (0, 4, 8), strict=True
-    ):
-        check_aligned(mini_batch, list(range(at, at + 4)), policies)
+        check(micro_batch, index)
+    mini_batches = tu.make_iterator(data, 4, epochs=1, dataloader_kwargs={"shuffle": False})
+    for mini_batch, at in zip(mini_batches, (0, 4, 8), strict=True):
+        check(mini_batch, list(range(at, at + 4)))
 
 
-def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:
+def by_extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:
     """As a rollout reports them where no agent loop of this package takes them."""
     data = data.copy()
     del data["old_policies"]
@@ -185,40 +172,53 @@ def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDic
     return data
 
 
-def test_reported_policies_are_read_of_the_rollouts_fields() -> None:
-    data, policies = with_field(3)
-    by_fields = extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
-    for batch in (data, by_fields):
-        assert same(reported_policies(batch, 1).unpack(), SparsePolicy.cat(policies))
+def test_reported_policies_are_read_from_extra_fields() -> None:
+    data, policies = reported()
+    data = by_extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
+    assert same(reported_policies(data, 1).unpack(), SparsePolicy.cat(policies))
 
 
-def test_a_batch_that_nobody_reported_of_is_refused() -> None:
-    data, _ = with_field(3)
-    first, *_ = data["old_policies"].unbind()
-    with pytest.raises(ValueError, match=r"2 of the batch's sequences came without .*anchor=rollout"):
-        reported_policies(extra_fields(data, [{"old_policies": first}, {}, {}]), 1)
-    del data["old_policies"]
-    with pytest.raises(ValueError, match="3 of the batch's sequences"):
-        reported_policies(data, 1)
-
-
-def test_policies_of_another_kind_than_the_rollouts_are_refused() -> None:
-    data, _ = with_field(3)
-    with pytest.raises(ValueError, match="old policies are whole, and those of the rollout's top_p and top_k are t"):
-        reported_policies(data, 1, truncated=True)
-
-
-def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
-    data = data.copy()
-    data["response_mask"] = nested(masks)
+def with_records(data: TensorDict, records: list[Tensor]) -> TensorDict:
+    data["old_policies"] = nested(records)
     return data
 
 
-def test_a_truncated_batch_in_which_no_token_counts_needs_no_report() -> None:
-    data, _ = with_field(3)
+#: What is wrong with a batch's records, and what is said of it.
+WRONG: list[tuple[Callable[[TensorDict, list[Tensor]], TensorDict], str]] = [
+    (
+        lambda data, of: by_extra_fields(data, [{"old_policies": of[0]}, {}, {}]),
+        "2 of .* came without .*anchor=rollout",
+    ),
+    (lambda data, of: data.exclude("old_policies"), "3 of the batch's sequences"),
+    (lambda data, of: with_records(data, [of[0][:-3], *of[1:]]), r"record 0 .* damaged"),
+    # Both together have as many tokens as before.
+    (lambda data, of: with_records(data, [of[1], of[0], of[2]]), "not of the same rollout"),
+    (lambda data, of: with_records(data, [of[0], of[1], of[1]]), "not of the same rollout"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_records_of_another_batch_are_refused(
+    change: Callable[[TensorDict, list[Tensor]], TensorDict], message: str
+) -> None:
+    data, _ = reported()
+    with pytest.raises(ValueError, match=message):
+        reported_policies(change(data, list(data["old_policies"].unbind())), 1)
+
+
+def test_policies_of_another_kind_than_the_rollouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="policies are whole, and those of the rollout's top_p and top_k are t"):
+        reported_policies(reported()[0], 1, truncated=True)
+
+
+def without_any(data: TensorDict) -> TensorDict:
+    return with_records(data, [without_policies(length) for length in lengths_of(data)])
+
+
+def test_truncated_batch_in_which_no_token_counts_needs_no_report() -> None:
+    data, _ = reported()
     data["response_mask"] = torch.zeros_like(data["response_mask"])
-    data["old_policies"] = nested(map(without_policies, data["responses"].offsets().diff().tolist()))
-    found = reported_policies(data, VOCABULARY, truncated=True).unpack()
+    found = reported_policies(without_any(data), VOCABULARY, truncated=True).unpack()
     step = trust_region_step(torch.randn(len(data["responses"].values()), VOCABULARY), found)
     assert step.log_ratio.isfinite().all() and step.kept_log_mass is not None
 
@@ -226,30 +226,24 @@ def test_a_truncated_batch_in_which_no_token_counts_needs_no_report() -> None:
 @pytest.mark.parametrize("real", [True, False])
 def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> None:
     """verl fills batches up with copies of a sample, records included, whose response is one masked token."""
-    data, policies = with_field(3)
+    data, policies = reported()
     first, _, third = data["old_policies"].unbind()
-    masks = [mask.clone() for mask in data["response_mask"].unbind()]
-    for mask in masks if not real else masks[1:]:
-        mask.zero_()
-    data = with_mask(data, masks)
-    data["old_policies"] = nested([first, third, without_policies(1)])
-    found = reported_policies(data, VOCABULARY).unpack()
-    tokens = data["responses"].values()
+    masks = [mask * (real and number == 0) for number, mask in enumerate(data["response_mask"].unbind())]
+    data["response_mask"] = nested(masks)
+    found = reported_policies(with_records(data, [first, third, without_policies(1)]), VOCABULARY).unpack()
     counted = policies[0].shape[0] if real else 0
-    if real:
-        assert same(found[:counted], policies[0])
+    assert not real or same(found[:counted], policies[0])
     assert found.log_prob[counted:].eq(0).all()
     assert found.vocab_size == VOCABULARY
-    step = trust_region_step(torch.randn(len(tokens), VOCABULARY), found)
+    step = trust_region_step(torch.randn(len(data["responses"].values()), VOCABULARY), found)
     assert step.log_ratio[counted:].isfinite().all()
 
 
 def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
     """A batch of whose tokens every third is a tool's, every fourth unreported, and one sequence altogether."""
-    data, policies = with_field(5)
+    data, policies = reported(5)
     whole = SparsePolicy.cat(policies)
-    number = torch.arange(whole.shape[0])
-    lengths = data["responses"].offsets().diff().tolist()
+    number, lengths = torch.arange(whole.shape[0]), lengths_of(data)
     of_tool, unreported = number % 3 == 0, number % 4 == 0
     unreported |= torch.arange(5).repeat_interleave(torch.tensor(lengths)) == 2
     packed, gaps = PackedPolicy.of(whole), (of_tool | unreported).tolist()
@@ -258,9 +252,8 @@ def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
     )
     records = records_of(parts, lengths)
     records[2] = without_policies(lengths[2])
-    data = with_mask(data, [part.long() for part in (~of_tool).split(lengths)])
-    data["old_policies"] = nested(records)
-    return data, whole, of_tool, unreported & ~of_tool
+    data["response_mask"] = nested(part.long() for part in (~of_tool).split(lengths))
+    return with_records(data, records), whole, of_tool, unreported & ~of_tool
 
 
 def test_tokens_that_an_engine_did_not_sample_need_no_report() -> None:
@@ -274,8 +267,8 @@ def test_tokens_that_an_engine_did_not_sample_need_no_report() -> None:
     assert not found.used[unreported].any()
 
 
-@pytest.mark.parametrize("top_k", [3, 6, 12], ids=["narrower", "as wide", "wider"])
-def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) -> None:
+@pytest.mark.parametrize("top_k", [3, 12], ids=["narrower", "wider"])
+def test_unreported_tokens_that_count_get_the_networks_policy(top_k: int) -> None:
     data, whole, of_tool, unreported = with_gaps()
     tokens = data["responses"].values()
     logits = torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(5), requires_grad=True)
@@ -294,9 +287,8 @@ def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) ->
     assert step.projected[known].any()
 
 
-def test_a_micro_batch_without_any_record_is_all_the_networks_own() -> None:
-    data, _ = with_field(2)
-    data["old_policies"] = nested(map(without_policies, data["responses"].offsets().diff().tolist()))
+def test_batch_without_any_record_gets_the_networks_policies() -> None:
+    data, _ = reported(2)
     own = captured(data, seed=3)
-    found = reported_policies(data, VOCABULARY).unpack()
+    found = reported_policies(without_any(data), VOCABULARY).unpack()
     assert same(fill_unreported(found, own), own)

@@ -42,7 +42,7 @@ def trained(actor: Actor) -> tuple[Any, Any]:
     return scored["old_log_probs"].values(), (actor.update(scored), actor.steps[0].gradients)
 
 
-def test_the_head_of_a_vision_language_model_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_of_a_vision_language_model_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its updates are those from its logits, and its scores those of verl's own engine."""
     padded = "actor_rollout_ref.model.use_remove_padding=False"
     actor = in_this_process(configuration(folder, padded, *policy_loss(*SMALL)))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import TokenOutput
 
 from tests.troll.verl.vllm_engine import AsyncLLM, EngineCoreOutput, LogprobsLists, OutputProcessor, SamplingParams
 from tests.vllm.recorded import MASS_THRESHOLD, PROMPTS, TOP_K, VOCAB_SIZE, Record, check_policy, records
-from troll import capture
+from troll import PackedPolicy, capture
 from troll.verl import old_policy_record
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.records import from_records
@@ -82,20 +82,25 @@ def generate(server: Any, request_id: str = "a", **sampling: Any) -> TokenOutput
     return asyncio.run(server.generate(prompt_ids=[1, 2], sampling_params=sampling, request_id=request_id))
 
 
+def policy_of(output: TokenOutput) -> PackedPolicy:
+    return from_records([output.extra_fields[OLD_POLICIES]])
+
+
 @pytest.mark.parametrize("step", [1, 2], ids=["one token a step", "two, as with speculative decoding"])
-def test_the_record_is_the_policy_that_was_sampled_from(step: int) -> None:
-    output = generate(server(step))
-    policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
+def test_completion_has_the_policies_it_was_sampled_from(step: int) -> None:
+    plain, output = generate(Server(engine(), {})), generate(server(step))
+    policy = policy_of(output).unpack()
     expected = capture(distributions(), torch.tensor(TOKENS), top_k=K, mass_threshold=1e-3)
     assert torch.equal(policy.token_ids, expected.token_ids) and torch.equal(policy.slot, expected.slot)
-    torch.testing.assert_close(policy.log_probs.exp(), expected.log_probs.exp(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(policy.outcomes.exp(), expected.outcomes.exp(), rtol=1e-5, atol=1e-6)
     assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
+    # The rest is verl's own.
+    assert (output.token_ids, output.log_probs) == (plain.token_ids, plain.log_probs)
+    assert output.extra_fields["global_steps"] == 4
 
 
 def test_no_more_than_the_vocabulary_is_asked_for() -> None:
-    policy = from_records([generate(server(number=V + 1)).extra_fields[OLD_POLICIES]]).unpack()
-    assert policy.token_ids.shape == (len(TOKENS), V)
+    assert policy_of(generate(server(number=V + 1))).unpack().token_ids.shape == (len(TOKENS), V)
 
 
 def test_fewer_log_probs_than_asked_for_are_refused() -> None:
@@ -114,21 +119,14 @@ def test_fewer_log_probs_than_asked_for_are_refused() -> None:
         generate(capped)
 
 
-def test_validation_may_sample_in_another_way() -> None:
-    for sampling in ({"top_k": -1}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}):
-        record = generate(server(top_k=5), **sampling).extra_fields[OLD_POLICIES]
-        assert not from_records([record]).truncated
+@pytest.mark.parametrize("sampling", [{"top_k": -1}, {"top_p": 0.5}, {"temperature": 0.0}])
+def test_validation_may_sample_in_another_way(sampling: dict[str, Any]) -> None:
+    assert not policy_of(generate(server(top_k=5), **sampling)).truncated
     with pytest.raises(ValueError, match="all tokens that a truncated rollout could sample"):
         generate(server(top_k=5))  # the engine keeps more
 
 
-def test_what_verl_gets_is_unchanged() -> None:
-    plain, output = generate(Server(engine(), {})), generate(server())
-    assert (output.token_ids, output.log_probs) == (plain.token_ids, plain.log_probs)
-    assert output.extra_fields["global_steps"] == 4
-
-
-def test_the_frontend_makes_one_object_a_token_and_no_text() -> None:
+def test_frontend_makes_one_object_a_token_and_no_text() -> None:
     reporting_server = server()
     rows = outputs(reporting_server.engine, logprobs=0)[-1].outputs[0].logprobs
     assert [list(row) for row in rows] == [[token] for token in TOKENS]
@@ -137,10 +135,10 @@ def test_the_frontend_makes_one_object_a_token_and_no_text() -> None:
     assert ids.shape == log_probs.shape == (len(TOKENS), 1 + K) and log_probs.dtype == torch.float32
 
 
-def test_the_engine_is_asked_for_top_k_and_stop_strings_and_forgets_a_request() -> None:
+def test_engine_is_asked_for_top_k_and_forgets_requests() -> None:
     reporting_server = server()
     generate(reporting_server)
-    generate(reporting_server, "aborted")
+    assert OLD_POLICIES not in generate(reporting_server, "aborted").extra_fields
     with pytest.raises(ConnectionError):
         generate(reporting_server, "fails")
     generate(reporting_server, "b", stop=["</answer>"])
@@ -172,45 +170,34 @@ def test_arrays_of_the_engines_messages_are_not_kept() -> None:
     torch.testing.assert_close(reported[1][:, 0], before)
 
 
-def test_the_engine_is_allowed_as_many_as_it_is_asked_for() -> None:
-    for given, expected in (({}, K), ({"max_logprobs": 100}, 100)):
-        arguments: dict[str, Any] = dict(given)
-        server()._preprocess_engine_kwargs(arguments)
-        assert arguments == {"max_logprobs": expected, "seed": 0}
+@pytest.mark.parametrize(("given", "expected"), [({}, K), ({"max_logprobs": 100}, 100)])
+def test_engine_is_allowed_as_many_as_it_is_asked_for(given: dict[str, Any], expected: int) -> None:
+    arguments = dict(given)
+    server()._preprocess_engine_kwargs(arguments)
+    assert arguments == {"max_logprobs": expected, "seed": 0}
 
 
 @pytest.mark.parametrize(
     ("request_id", "sampling", "message"),
     [
         ("a", {"logprobs": False}, "calculate_log_probs=True"),
-        ("changed", {}, "3 tokens that are not the 3 of its completion"),
+        ("changed", {}, "not the 3 of its completion"),
     ],
 )
-def test_log_probs_that_are_missing_or_of_another_completion_are_refused(
-    request_id: str, sampling: dict[str, Any], message: str
-) -> None:
+def test_log_probs_of_another_completion_are_refused(request_id: str, sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         generate(server(), request_id, **sampling)
 
 
-def test_an_aborted_completion_has_no_record() -> None:
-    assert OLD_POLICIES not in generate(server(), "aborted").extra_fields
-
-
-def test_an_engine_that_was_not_asked_is_left_alone() -> None:
+def test_engine_that_was_not_asked_is_left_alone() -> None:
     taking = TopLogProbs(engine(), K)
     assert all(output.outputs[0].logprobs is None for output in outputs(taking))
     assert taking.name == "vllm" and taking.taken("a") is None
 
 
-def test_an_engine_that_is_not_vllms_is_refused_at_the_start() -> None:
-    with pytest.raises(RuntimeError, match=r"SimpleNamespace has no output_processor as vLLM 0\.24"):
+def test_engine_that_is_not_vllms_is_refused_at_the_start() -> None:
+    with pytest.raises(RuntimeError, match=r"SimpleNamespace has no output_processor"):
         TopLogProbs(SimpleNamespace(), K)
-
-
-def test_the_replica_is_verls_own_by_name() -> None:
-    with pytest.raises((ImportError, ValueError), match="vllm"):  # as verl, where vLLM is not installed
-        RolloutReplicaRegistry.get("vllm")
 
 
 class Recorded:
@@ -231,15 +218,10 @@ class Recorded:
 
 @pytest.mark.parametrize("record", records(), ids=lambda record: record.sampling)
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_the_record_is_the_policy_that_sampled_the_tokens(record: Record, number: int) -> None:
+def test_recorded_arrays_make_the_policies_of_the_model(record: Record, number: int) -> None:
     engine = TopLogProbs(Recorded(record, number), TOP_K)
-
-    async def run() -> list[Any]:
-        params = SamplingParams(logprobs=0)
-        return [x async for x in engine.generate(prompt=PROMPTS[number], sampling_params=params, request_id="a")]
-
     ids = record.colocated[number].ids
-    assert asyncio.run(run())[-1].outputs[0].token_ids == ids
+    assert outputs(engine, logprobs=0)[-1].outputs[0].token_ids == ids
     reported = engine.taken("a")
     assert reported is not None and reported[0][:, 0].tolist() == ids
     settings: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "top_k": TOP_K, "mass_threshold": MASS_THRESHOLD}

@@ -3,7 +3,6 @@
 import faulthandler
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import _init_utils
 from torch.multiprocessing import ProcessExitedException, start_processes
 from transformers import AttentionInterface
-from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -44,7 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence": {"constraint": "sequence"},
     "gspo": {"ratio_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
 }
-
 
 #: Settings of a trust region whose learning rate follows the KL.
 KL_TARGET = ("kl_target=0.03",)
@@ -107,45 +104,55 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 
 
 def rates_of(actor: Actor, samples: list[Sample]) -> list[float]:
-    """The learning rates that the optimiser used in the updates of three rollouts."""
+    """The learning rates that the optimiser used in the updates of two rollouts."""
     rates: list[float] = []
     optimizer = actor.engine.optimizer
     hook = optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-    for _ in range(3):
+    for _ in range(2):
         actor.update(actor.score(as_batch(samples)))
     hook.remove()
     return rates
 
 
-def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
+def two_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
     samples = rollout()[rank::world]
-    found: dict[str, Any] = {}
-    for packed in (True, False):
-        overrides = [f"actor_rollout_ref.model.use_remove_padding={packed}", *policy_loss(*SMALL)]
-        actor = Actor(configuration(model, *overrides, "trainer.n_gpus_per_node=2"))
-        for name, settings in CASES.items() if packed else [("padded", {"constraint": "sequence"})]:
-            found[name] = trained(actor.reset(**settings), as_batch(samples))
+    actor = _actor(model)
+    found: dict[str, Any] = {"token": trained(actor, as_batch(samples))}
     found["dynamic"] = trained(actor.reset(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
     found["nan"] = left_out(actor.reset(), samples)
-    found["sequence parallel"] = _sequence_parallel(model)
+    found |= _sequence_parallel(model)
     found["FSDP 1"] = _fsdp1(model, samples)
-    actor = Actor(configuration(model, *policy_loss(*SMALL, *KL_TARGET), "trainer.n_gpus_per_node=2"))
+    actor = _actor(model, *policy_loss(*KL_TARGET))
     found["KL target"] = [None] * world
     dist.all_gather_object(found["KL target"], rates_of(actor, samples))
+    found["resumed"] = _interrupted_or_not(actor.reset(), _actor(model, *policy_loss(*KL_TARGET)), samples, checkpoint)
     return found
+
+
+def _actor(model: Path, *overrides: str) -> Actor:
+    return Actor(configuration(model, *policy_loss(*SMALL), "trainer.n_gpus_per_node=2", *overrides))
+
+
+def _interrupted_or_not(
+    actor: Actor, resumed: Actor, samples: list[Sample], checkpoint: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the second of two rollouts comes to: of an actor, and of another that loads the first's checkpoint."""
+    actor.update(actor.score(as_batch(samples)))
+    actor.engine.save_checkpoint(str(checkpoint), global_step=1)
+    resumed.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    return trained(actor, as_batch(samples[::-1])), trained(resumed, as_batch(samples[::-1]))
 
 
 def _fsdp1(model: Path, samples: list[Sample]) -> dict[str, Any]:
     """verl's default strategy, whose head is a part of a flat parameter outside of the forward."""
-    overrides = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.use_orig_params=true", *policy_loss(*SMALL)]
+    overrides = f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.use_orig_params=true"
     # On a CPU, verl names the device by a text, which FSDP 1 does not take; and FSDP 1 sends weights to the others on
     # GPUs only.
     with (
         mock.patch.object(transformer_impl, "get_device_id", lambda: torch.device("cpu")),
         mock.patch.object(_init_utils, "_check_module_states_for_sync_module_states"),
     ):
-        actor = Actor(configuration(model, *overrides, "trainer.n_gpus_per_node=2"))
-        return trained(actor, as_batch(samples))
+        return trained(_actor(model, *overrides), as_batch(samples))
 
 
 def left_out(actor: Actor, samples: list[Sample], value: float = torch.nan) -> dict[str, Any]:
@@ -163,30 +170,23 @@ def left_out(actor: Actor, samples: list[Sample], value: float = torch.nan) -> d
 def _sequence_parallel(model: Path) -> dict[str, Any]:
     """Ulysses over both processes, which get the same batch, with packs of static sizes."""
     AttentionInterface.register("gathered", gathered_attention)
-    overrides = [
-        *policy_loss(*SMALL),
-        "trainer.n_gpus_per_node=2",
+    actor = _actor(
+        model,
         "actor_rollout_ref.model.override_config.attn_implementation=gathered",
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
         f"{ACTOR}.fsdp_config.pad_to_length=true",
         f"{ACTOR}.fsdp_config.pad_to_length_bucket=13",
-    ]
-    actor = Actor(configuration(model, *overrides))
-    found: dict[str, Any] = {}
-    for name in ("token", "sequence"):
-        actor.reset(**CASES[name])
-        batch = as_batch(rollout())
-        scores = actor.infer(batch, calculate_entropy=True)
-        # What verl's dispatch does: the first process of a group answers, and all get the same batch.
-        answer: list[Any] = [None if scores is None else list(scores["log_probs"].unbind())]
-        dist.broadcast_object_list(answer)
-        own = TensorDict({"log_probs": nested(answer[0])}, [len(answer[0])])
-        policies = captured(actor.engine, batch)
-        found[name] = _found(actor, policies, actor.update(with_scores(batch, own)))
+    )
     batch = as_batch(rollout())
+    scores = actor.reset(**CASES["sequence"]).infer(batch, calculate_entropy=True)
+    # What verl's dispatch does: the first process of a group answers, and all get the same batch.
+    answer: list[Any] = [None if scores is None else list(scores["log_probs"].unbind())]
+    dist.broadcast_object_list(answer)
+    own = TensorDict({"log_probs": nested(answer[0])}, [len(answer[0])])
+    policies = captured(actor.engine, batch)
+    found = _found(actor, policies, actor.update(with_scores(batch, own)))
     actor.reset(rollout_top_p=0.8).infer(batch, calculate_entropy=True)
-    found["kept"] = captured(actor.engine, batch)
-    return found
+    return {"sequence parallel": found, "kept tokens": captured(actor.engine, batch)}
 
 
 def gathered_attention(
@@ -208,34 +208,3 @@ def gathered_attention(
     sees = (sequence[rows, None] == sequence) & (positions[rows, None] >= positions)
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
-
-
-def uninterrupted(actor: Actor, rank: int, world: int, checkpoint: Path) -> dict[str, Any]:
-    actor.update(actor.score(as_batch(rollout(seed=1)[rank::world])))
-    actor.engine.save_checkpoint(str(checkpoint), global_step=1)
-    return trained(actor, as_batch(rollout(seed=2)[rank::world]))
-
-
-def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
-    return uninterrupted(_actor(model), rank, world, checkpoint)
-
-
-def resumed(rank: int, world: int, model: Path, checkpoint: Path, *settings: str) -> dict[str, Any]:
-    actor = _actor(model, *settings)
-    actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
-    return trained(actor, as_batch(rollout(seed=2)[rank::world]))
-
-
-def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
-    """Like `resumed`, but the process dies once the old policies are captured, and one of its updates made."""
-    actor = _actor(model)
-    actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
-    scored = actor.score(as_batch(rollout(seed=2)[rank::world]))
-    actor.update(tu.index_select_tensor_dict(scored, [0, 1, 2, 3]))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _actor(model: Path, *settings: str) -> Actor:
-    """An actor; the settings are those of its trust region."""
-    processes = f"trainer.n_gpus_per_node={os.environ['WORLD_SIZE']}"
-    return Actor(configuration(model, *policy_loss(*SMALL, *settings), processes))
