@@ -131,9 +131,8 @@ def test_rows_without_padding_have_the_same_bits_with_a_mask_as_without(kind):
     assert all(torch.equal(one, other) for one, other in zip(masked, plain, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
-def test_rotary_models_read_padded_rows_with_the_bits_of_the_model_itself(kind):
-    model, inputs = small_model(kind), padded(rows())
+def test_rotary_models_read_padded_rows_with_the_bits_of_the_model_itself():
+    model, inputs = small_model("qwen3"), padded(rows())
     columns = torch.arange(PADDING + LENGTH).expand(1, -1)
     given = read(model, inputs | {"position_ids": columns})
     assert all(torch.equal(one, other) for one, other in zip(read(model, inputs), given, strict=True))
@@ -142,7 +141,7 @@ def test_rotary_models_read_padded_rows_with_the_bits_of_the_model_itself(kind):
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
 )
-def test_models_count_from_zero_if_a_shift_of_all_positions_changes_their_logits(kind):
+def test_models_count_from_zero_if_a_shift_changes_their_logits(kind):
     model: Any = small_model(kind)
     rule = positions_of(model)
     assert rule is positions_of(model.base_model)

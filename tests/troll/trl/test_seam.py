@@ -3,6 +3,7 @@
 import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,18 +104,6 @@ def test_a_trl_that_does_not_use_the_step_is_stopped_before_the_update(make, mon
     assert not tiny.changed(before, trainer.model)
 
 
-def test_a_compiled_model_trains_as_it_does_uncompiled(make):
-    """The backend changes nothing, so that no compiler is needed: what is tested is that the forward can be traced."""
-    results = []
-    for settings in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        trainer = make(kl_bound=0.01, max_steps=2, **settings)
-        trainer.train()
-        results.append(tiny.logged(trainer, "loss"))
-    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
-
-
 def test_kl_in_the_reward_is_not_in_the_loss(make):
     """What it makes of the rewards: test_conversations."""
     trainer = make(advantage_estimator="rloo", beta=0.3, kl_in_reward=True)
@@ -152,28 +141,24 @@ class Worker:
         return self.model
 
 
-@pytest.mark.parametrize(
-    ("mode", "device", "replaced"), [("colocate", "cpu", True), ("colocate", "cuda", False), ("server", "cpu", False)]
-)
-def test_an_engine_on_a_cpu_loads_and_packs_whole_weights(mode, device, replaced):
+@pytest.mark.parametrize(("mode", "device"), [("colocate", "cpu"), ("colocate", "cuda"), ("server", "cpu")])
+def test_an_engine_on_a_cpu_loads_and_packs_whole_weights(mode, device):
     worker, weight = Worker(), torch.ones(2, 2)
-    resets: list[bool] = []
 
     def merged():  # as PEFT's adapters are, while TRL reads the weights
         yield "head.weight", weight
         weight.zero_()
 
-    def rpc(method: Any, args: tuple[Any, ...]) -> None:
-        method(worker, *args)
-
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=rpc)
-    llm.reset_prefix_cache = lambda: resets.append(True)
-    original = lambda: None  # noqa: E731
-    generation = SimpleNamespace(mode=mode, llm=llm, sync_weights=original, _iter_named_params=merged)
+    llm = mock.Mock(llm_engine=SimpleNamespace(vllm_config=config))
+    llm.collective_rpc = lambda method, args: method(worker, *args)
+    generation = mock.Mock(mode=mode, llm=llm, _iter_named_params=merged)
+    trls_own = generation.sync_weights
     load_whole_weights(generation)
-    assert (generation.sync_weights is not original) == replaced
-    if replaced:
-        generation.sync_weights()
-        assert torch.equal(worker.loaded["head.weight"], torch.ones(2, 2)), "a copy, from before it was changed"
-        assert torch.equal(worker.model["head"].cpu_linear, torch.ones(2, 2)) and resets == [True]
+    if (mode, device) != ("colocate", "cpu"):
+        assert generation.sync_weights is trls_own
+        return
+    generation.sync_weights()
+    assert torch.equal(worker.loaded["head.weight"], torch.ones(2, 2)), "a copy, from before it was changed"
+    assert torch.equal(worker.model["head"].cpu_linear, torch.ones(2, 2))
+    llm.reset_prefix_cache.assert_called_once()
