@@ -123,7 +123,7 @@ def test_without_a_request_the_forward_is_the_models():
 
 
 @pytest.mark.parametrize("model", ["plain", "biased"])
-def test_partitioned_weights_are_gathered_in_forward_and_backward(monkeypatch, model):
+def test_partitioned_weights_are_gathered_in_both_passes(monkeypatch, model):
     """As under ZeRO-3, but NaN instead of empty: outside the context that is entered, the head has no weights."""
     whole, parted, inputs = MODELS[model](), MODELS[model](), batch()
     parted.load_state_dict(whole.state_dict())

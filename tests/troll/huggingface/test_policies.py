@@ -85,7 +85,7 @@ def test_a_policy_of_inference_mode_has_the_step_of_any_other():
     torch.testing.assert_close(steps[:2], steps[2:], rtol=0, atol=0)
 
 
-def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
+def test_truncated_step_is_that_of_logits_on_the_kept_set():
     model, inputs = tiny.make_model("llama"), batch()
     mask, truncation = scored(inputs), Truncation(top_p=0.9)
     with torch.no_grad():

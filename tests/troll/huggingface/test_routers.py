@@ -70,7 +70,7 @@ def test_a_mixture_without_experts_has_no_loss_of_routers():
     assert aux_loss(model, *rows()) == 0
 
 
-def test_routers_that_do_not_score_experts_one_by_one_are_refused():
+def test_routers_without_scores_of_experts_are_refused():
     model = small_model("doge", is_moe=True)
     with pytest.raises(ValueError, match=r"routers of DogeForCausalLM .* set router_aux_loss_coef to 0"):
         aux_loss(model, *rows())

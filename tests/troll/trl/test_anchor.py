@@ -99,7 +99,7 @@ def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message
         EngineTopLogprobs().add([[5, 4]], top_log_probs, top_token_ids)
 
 
-def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
+def test_reporting_rollout_func_hides_its_keys_from_rewards(make):
     reward = mock.Mock(side_effect=tiny.reward, __name__="reward")
     trainer, reports = make(GRPOTrainer, reward_funcs=reward), EngineTopLogprobs()
     function = RolloutFunc(Engine())
@@ -278,7 +278,7 @@ def test_the_engine_takes_the_place_of_the_old_policys_forward(anchored):
 
 
 @either_engine
-def test_training_with_an_exact_engine_is_training_with_the_old_policy(anchored):
+def test_training_with_an_exact_engine_equals_the_old_policy(anchored):
     """The same rollouts, of one engine; only the centre comes from elsewhere."""
     train_around_both(lambda anchor: anchored(Engine(), anchor=anchor, vllm_importance_sampling_correction=False))
 
@@ -345,7 +345,7 @@ def test_evaluation_is_trls(anchored):
     assert math.isfinite(trainer.evaluate(tiny.make_dataset(4))["eval_reward"])
 
 
-def test_a_configuration_that_cannot_work_is_refused_before_training(anchored, make):
+def test_trainer_checks_the_source_and_the_sampling(anchored, make):
     with pytest.raises(ValueError, match=r"set top_p=1\.0"):
         anchored(Engine(), top_p=0.5, truncated_ratio=False)
     with pytest.raises(ValueError, match="use_vllm=True, or pass a rollout_func"):

@@ -54,7 +54,7 @@ def test_the_experts_of_a_configuration_may_have_another_name(make, architecture
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
-def test_a_mixture_without_experts_trains_without_a_loss_of_routers(make, surrogate):
+def test_a_mixture_without_experts_has_no_router_loss(make, surrogate):
     """Granite's dense models have the configuration of its mixtures."""
     changes: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0, "router_aux_loss_coef": 0.1}
     changes |= {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention", "attention"]}
@@ -82,7 +82,7 @@ def test_a_vision_language_model_trains_and_saves(make, tmp_path, family):
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
-def test_shuffling_and_splitting_keep_images_and_policies_together(make, family):
+def test_shuffling_keeps_images_and_policies_together(make, family):
     """The policy never moves here, so one next to another one's image would be seen as a divergence."""
     trainer = vision_trainer(
         make, family, per_device_train_batch_size=2, steps_per_generation=4, max_steps=4, learning_rate=0.0

@@ -96,7 +96,7 @@ SIZES = r"ids up to 48, and the model's embedding has 48 rows: it lacks '<new>' 
 RESIZE = r"call model.resize_token_embeddings\(len\(tokenizer\)\)"
 
 
-def test_a_token_without_an_embedding_in_the_prompts_is_refused_before_generation(make, monkeypatch):
+def test_a_prompt_token_without_an_embedding_is_refused(make, monkeypatch):
     prompts = Dataset.from_dict({"prompt": ["1+1=", "1<new>1="] * 8})
     for data in ({"train_dataset": prompts}, {"eval_dataset": prompts}, {"eval_dataset": {"one": prompts}}):
         with pytest.raises(ValueError, match=rf"{SIZES}, which is in the prompts. To train, {RESIZE}"):
@@ -119,7 +119,7 @@ def test_a_chat_template_counts_as_a_prompt(make):
     assert make(processing_class=tokenizer).model is not None  # prompts of text do not use it
 
 
-def test_rows_without_a_prompt_train_in_an_environment_that_brings_it(make):
+def test_an_environment_brings_the_prompt_of_a_row(make):
     class Sum:
         def reset(self, **row: Any) -> str:
             return "1+1="
@@ -141,7 +141,7 @@ def test_padding_or_end_without_an_embedding_is_refused(make, role):
 
 
 @pytest.mark.parametrize(("rows", "special"), [(48, {}), (64, {"pad_token": "<pad2>"})], ids=["nowhere", "padded"])
-def test_tokens_that_occur_nowhere_and_padded_embeddings_are_accepted(make, rows, special):
+def test_unused_tokens_and_padded_embeddings_are_accepted(make, rows, special):
     model = tiny.make_model("llama")
     model.resize_token_embeddings(rows)
     make(model=model, processing_class=tokenizer_with("<new>", **special), max_steps=1).train()
@@ -227,7 +227,7 @@ EIGHT = {"steps_per_generation": None, "updates_per_rollout": 8}
     ],
     ids=str,
 )
-def test_fewer_prompts_than_a_rollout_takes_are_refused_before_training(make, monkeypatch, prompts, settings, takes):
+def test_fewer_prompts_than_a_rollout_takes_are_refused(make, monkeypatch, prompts, settings, takes):
     data = tiny.make_dataset(max(1, prompts)).select(range(prompts))
     monkeypatch.setattr(GRPOTrainer, "training_step", lambda *_: pytest.fail("a step was made"))
     says = rf"^a rollout takes {takes} prompts .* the training set has {prompts} to train on: lower .*, or add prompts$"
@@ -252,7 +252,7 @@ def test_a_sampler_of_ones_own_decides_what_fills_a_rollout(make):
     make(Oversampling, train_dataset=tiny.make_dataset(1), max_steps=1).train()
 
 
-def test_a_stream_that_ends_within_a_rollout_is_no_finished_training(make):
+def test_a_stream_that_ends_within_a_rollout_is_refused(make):
     trainer = make(train_dataset=tiny.make_dataset(5).to_iterable_dataset(), **EIGHT)
     with pytest.raises(ValueError, match=r"^training ended without a step: a rollout takes 8 prompts .* has fewer"):
         trainer.train()
@@ -291,7 +291,7 @@ def test_an_evaluation_of_nothing_is_refused_before_training(make, sizes, settin
         trainer.train()
 
 
-def test_a_whole_batch_is_evaluated_where_the_last_one_is_dropped(make):
+def test_a_whole_batch_is_evaluated_if_the_last_is_dropped(make):
     trainer = make(eval_dataset=tiny.make_dataset(4), **DROPS)
     assert trainer.evaluate()["eval_completions/mean_length"] > 0
 
@@ -306,7 +306,7 @@ class OfTokens:
         return [[0.0] * len(ids) for ids in completion_ids]
 
 
-def test_rewards_of_tokens_are_refused_with_the_trainer_that_takes_them(make):
+def test_rewards_of_tokens_are_refused_with_their_trainer(make):
     with pytest.raises(ValueError, match=r"'OfTokens' has of_tokens, .* to 0, or .* LabTrainer of troll_lab\.trl"):
         make(reward_funcs=OfTokens())
     make(reward_funcs=[tiny.reward, OfTokens()], reward_weights=[1.0, 0.0])
@@ -323,7 +323,7 @@ def test_model_parallelism_is_refused(setting):
         refuse_model_parallelism(SimpleNamespace(**{**sizes, f"get_{setting}": lambda: 2}))
 
 
-def test_the_trainer_refuses_model_parallelism_before_it_prepares_anything(make, monkeypatch):
+def test_trainer_refuses_model_parallelism_before_it_prepares(make, monkeypatch):
     """accelerate itself wants as many processes, so that the accelerator is told of them afterwards."""
     original = Trainer.create_accelerator_and_postprocess
 
@@ -337,7 +337,7 @@ def test_the_trainer_refuses_model_parallelism_before_it_prepares_anything(make,
 
 
 @pytest.mark.parametrize(("empty", "another_empty"), [(False, False), (False, True), (True, False)])
-def test_a_reference_that_some_process_did_not_get_is_refused_in_all(empty, another_empty):
+def test_a_reference_that_one_process_lacks_is_refused_in_all(empty, another_empty):
     model = tiny.make_model("llama")
     if empty:
         torch.nn.init.zeros_(model.get_output_embeddings().weight)

@@ -77,7 +77,7 @@ def test_a_value_that_a_setting_does_not_take_is_refused(config, name, takes, va
     ("name", "takes", "value"),
     [("weight", "finite and above 0", 0.0), ("direction", "one of old_new, new_old", "both")],
 )
-def test_a_value_that_a_surrogates_own_setting_does_not_take_is_refused(config, name, takes, value):
+def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, value):
     with pytest.raises(ValueError, match=re.escape(f"{name} of surrogate 'kl_penalty' must be {takes}, got {value!r}")):
         config(**own("kl_penalty", **{name: value}))
 
@@ -111,7 +111,7 @@ def test_a_value_that_a_surrogates_own_setting_does_not_take_is_refused(config, 
         ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused_with_what_can(config, settings, message):
+def test_settings_that_do_not_go_together_are_refused(config, settings, message):
     with pytest.raises(ValueError, match=message):
         config(**{"per_device_train_batch_size": 8, **settings})
 
@@ -124,7 +124,7 @@ def test_settings_that_do_not_go_together_are_refused_with_what_can(config, sett
         {"use_transformers_continuous_batching": True},
     ],
 )
-def test_settings_that_are_not_read_or_within_their_limits_are_accepted(config, settings):
+def test_settings_that_are_not_read_or_valid_are_accepted(config, settings):
     """What the ranges take: test_own_settings."""
     args = config(**settings)
     assert {name: getattr(args, name) for name in settings} == settings
@@ -136,7 +136,7 @@ def test_defaults_are_those_of_the_page(config, surrogate):
 
 
 @pytest.mark.parametrize("surrogate", [name for name in OWN if name not in LOSSES])
-def test_a_loss_that_a_surrogate_does_not_take_is_refused_with_what_works(config, surrogate):
+def test_a_loss_that_a_surrogate_does_not_take_is_refused(config, surrogate):
     assert_refuses_losses(config, surrogate)
 
 

@@ -97,7 +97,7 @@ def test_a_head_that_is_a_shard_is_gathered(two_shards, name):
         assert_same_gradients(result[f"{name} LM head"], through_heads(name), 1e-6)
 
 
-def test_sharded_mixed_precision_does_not_round_log_probabilities(two_shards):
+def test_sharded_mixed_precision_rounds_no_log_probabilities(two_shards):
     """accelerate's own policy for FSDP2 rounds all outputs of a model to bf16."""
     for result in two_shards:
         assert result["mixed precision"]["dtype"] == torch.float32

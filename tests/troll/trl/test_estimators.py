@@ -78,7 +78,7 @@ def test_whitened_values_have_mean_zero_and_variance_one():
     assert not whitened[~mask].any()
 
 
-def test_whitening_in_float32_keeps_a_small_variance_next_to_a_large_mean():
+def test_whiten_in_float32_keeps_a_variance_below_the_mean():
     values = 1000 + 0.1 * torch.arange(64.0)
     expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
     torch.testing.assert_close(estimators.whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
@@ -137,7 +137,7 @@ def test_the_command_line_takes_estimators_that_are_registered(registered, tmp_p
 
 
 @pytest.mark.parametrize("estimator", ["best", "gae"])
-def test_an_unknown_estimator_and_one_of_the_laboratory_are_refused(config, estimator):
+def test_estimators_unknown_or_of_the_laboratory_are_refused(config, estimator):
     """Whether the laboratory is imported or not."""
     with pytest.raises(ValueError, match=f"group, [a-z_, ]*rloo.* got '{estimator}'; LabConfig .* of troll_lab.trl"):
         config(advantage_estimator=estimator)

@@ -99,7 +99,7 @@ def test_a_rate_that_is_a_tensor_stays_one(make):
     assert [rates[0] for rates in keep.rates] == pytest.approx(keep.found)
 
 
-def test_a_scheduler_of_the_user_is_multiplied_once_in_two_trainings(make):
+def test_a_users_scheduler_is_multiplied_once_in_two_trainings(make):
     model = make.model()
     optimizer = groups(model, 1e-2)
     scheduler = LambdaLR(optimizer, lambda step: 0.5)
@@ -128,7 +128,7 @@ def test_the_age_counts_updates_since_sampling_over_iterations(make, monkeypatch
     assert ages == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_a_rate_that_does_not_move_is_that_of_a_run_without_a_target(make, monkeypatch):
+def test_a_fixed_rate_equals_a_run_without_a_target(make, monkeypatch):
     """Bit by bit: the target changes nothing but the rate."""
     monkeypatch.setattr(KLTarget, "update", lambda self, *_, schedule, **__: self.rate * schedule)
     monkeypatch.setattr(KLTarget, "used", lambda self, rate: None)
@@ -207,7 +207,7 @@ def test_a_checkpoint_without_a_state_begins_the_search(make, tmp_path):
     assert keep.rates[0] == [pytest.approx(1e-4)] * 2
 
 
-def test_a_checkpoint_has_the_scheduler_of_a_run_without_a_target(make, tmp_path):
+def test_checkpoint_has_the_scheduler_of_a_run_without_target(make, tmp_path):
     run(make, output_dir=str(tmp_path), max_steps=8, save_strategy="steps", save_steps=8, lr_scheduler_type="linear")
     trainer = make(**{**TARGET, "kl_target": None, "max_steps": 12, "lr_scheduler_type": "linear"})
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
@@ -255,7 +255,7 @@ def test_a_scheduler_without_functions_is_refused_before_a_step(make, wrapped):
     assert not tiny.changed(before, model)
 
 
-def test_weights_too_coarse_for_the_rate_that_was_found_are_warned_about(make, monkeypatch):
+def test_weights_too_coarse_for_the_found_rate_are_warned_about(make, monkeypatch):
     """Not for the start, which says nothing."""
     model = make.model()
     asked: list[float] = []

@@ -57,7 +57,7 @@ def test_an_unreachable_bound_is_an_infinite_clip(make, scenario, loss_type, lev
 
 #: With a scale, a softcap, and a loss of routers.
 @pytest.mark.parametrize("model", ["gemma2", "granite", "cohere", "qwen3_moe"])
-def test_an_unreachable_bound_is_an_infinite_clip_for_every_architecture(make, model):
+def test_unreachable_bound_is_an_infinite_clip_by_architecture(make, model):
     compare_with_stock(make, model, kl_bound=math.inf, temperature=0.8, beta=0.05, router_aux_loss_coef=None)
 
 
@@ -82,7 +82,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     assert plain > 1e-3
 
 
-def test_the_off_policy_mask_sees_the_network_and_not_the_projection(make):
+def test_off_policy_mask_sees_the_network_not_the_projection(make):
     trainer = make(kl_bound=1e-4, support_top_k=8, off_policy_mask_threshold=0.1)
     inputs = tiny.rollout(trainer)[0]
     tiny.move(trainer.model, 0.1)

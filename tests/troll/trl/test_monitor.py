@@ -58,7 +58,7 @@ def observed(
     return found
 
 
-def test_watch_says_once_that_nothing_is_projected_and_what_to_change(watch):
+def test_watch_says_once_that_nothing_is_projected(watch):
     ((update, message),) = observed(watch(learning_rate=1e-6), 400, kl_bound=0.02)
     assert update == 115, "100 updates, and the first ones of 15 rollouts"
     assert message.startswith(f"{IDLE}: no token was projected in 100 updates ")
@@ -87,7 +87,7 @@ def test_watch_is_silent_where_nothing_has_to_be_projected(watch, settings):
 
 
 @pytest.mark.parametrize("projected", [0.0, 1.0])
-def test_watch_names_the_setting_of_reuse_and_a_section_of_the_page(watch, projected):
+def test_watch_names_the_setting_and_a_section_of_the_page(watch, projected):
     settings = {"steps_per_generation": 3, "gradient_accumulation_steps": 2}
     ((_, message),) = observed(watch(**settings), 220, projected, of=2)
     assert "steps_per_generation (now 3)" in message
@@ -122,7 +122,7 @@ def test_watch_accepts_many_projected_tokens_that_were_asked_for(watch, settings
 
 
 @pytest.mark.parametrize(("projected", "interrupted"), [(0.0, 90), (0.0, 200), (1.0, 4), (1.0, 90)])
-def test_watch_of_a_resumed_run_says_what_an_uninterrupted_one_does(watch, projected, interrupted):
+def test_watch_of_a_resumed_run_equals_an_uninterrupted_one(watch, projected, interrupted):
     whole = observed(watch(), 300, projected)
     watched = watch()
     before = observed(watched, interrupted, projected)

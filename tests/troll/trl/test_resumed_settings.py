@@ -86,7 +86,7 @@ def test_changed_settings_is_silent_about_output_and_length(config, before, afte
     assert change(config, before, after) is None
 
 
-def test_settings_hold_no_secret_and_every_field_of_the_configuration(config):
+def test_settings_hold_every_field_and_no_secret(config):
     held = settings(config(hub_token="hf_secret", model_init_kwargs={"dtype": torch.float32, "map": object()}))
     assert "secret" not in json.dumps(held)
     known = {name.partition(".")[0] for name in held}
@@ -95,7 +95,7 @@ def test_settings_hold_no_secret_and_every_field_of_the_configuration(config):
     assert held["model_init_kwargs"]["map"] == "object", "no address, which would differ in every run"
 
 
-def test_resumed_training_says_what_differs_and_does_not_unpickle(make, tmp_path, monkeypatch):
+def test_resumed_training_says_what_differs_without_unpickling(make, tmp_path, monkeypatch):
     make(**SAVED).train()
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "training_args.bin").write_bytes(pickle.dumps(print))  # not to be read

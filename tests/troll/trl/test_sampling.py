@@ -367,7 +367,7 @@ def test_vision_models_suppress_their_placeholders(make, family):
         make(model=model, **data, generation_kwargs={"suppress_tokens": [number, 7]})
 
 
-def test_vllm_gets_every_setting_that_the_model_s_file_could_fill_in(make, monkeypatch):
+def test_vllm_gets_every_setting_that_a_file_could_fill_in(make, monkeypatch):
     take_the_place_of_vllm(monkeypatch, Engine())
     model = model_with({"min_p": 0.3, "top_k": 5, "typical_p": 0.5})
     trainer = make(model=model, use_vllm=True, vllm_mode="colocate", top_k=None, top_p=None, repetition_penalty=None)

@@ -173,5 +173,5 @@ def test_all_surrogates_start_from_the_same_rollout(make):
     assert_same_rollouts(make, "troll", "clip")
 
 
-def test_a_surrogate_without_a_projection_is_measured_with_diagnostics(make):
+def test_a_surrogate_without_projection_is_measured_when_due(make):
     assert_measured_when_diagnostics_are_due(make, "clip")

@@ -1,6 +1,7 @@
 """TrollTrainer in training: what it trains, logs, warns about, saves and refuses."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -131,7 +132,7 @@ def test_the_old_policy_stays_with_its_tokens(make, iterations, temperature):
         assert (inputs["old_per_token_logps"][~mask] == 0).all()
 
 
-def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeypatch):
+def test_a_trl_that_does_not_score_the_old_policy_is_refused(make, monkeypatch):
     trainer = make()
     original = GRPOTrainer._generate_and_score_completions
 
@@ -144,7 +145,7 @@ def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeyp
         tiny.rollout(trainer)
 
 
-def test_a_trainer_that_no_longer_scores_the_new_policy_is_noticed(make, monkeypatch):
+def test_a_trl_that_does_not_score_the_new_policy_is_refused(make, monkeypatch):
     trainer = make()
     inputs = tiny.rollout(trainer)[0]
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: torch.zeros(()))
@@ -278,21 +279,34 @@ def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
 # Failures and warnings
 
 
-class Poison(TrainerCallback):
-    """Puts a NaN into the weights after the first step: in the middle of a rollout."""
+class After(TrainerCallback):
+    """Does something once, after an update."""
+
+    def __init__(self, step: int, action: Callable[..., Any]) -> None:
+        self.step, self.action = step, action
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step == 1:
-            with torch.no_grad():
-                model.get_output_embeddings().weight[10] = torch.nan
+        if state.global_step == self.step:
+            self.step = -1
+            self.action(model, control)
+
+
+def poison(model: Any, _: Any) -> None:
+    """In the middle of a rollout."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight[10] = torch.nan
+
+
+def break_off(*_: Any) -> None:
+    raise RuntimeError("broken off")
 
 
 @pytest.mark.parametrize(
     ("settings", "step", "found"),
     [
-        ({"callbacks": [Poison()]}, 2, r"the logits of \d+ tokens are"),
+        ({"callbacks": [After(1, poison)]}, 2, r"the logits of \d+ tokens are"),
         # Where no distributions are read, it is found in the loss.
-        ({"callbacks": [Poison()], "surrogate": "clip"}, 2, "the loss is"),
+        ({"callbacks": [After(1, poison)], "surrogate": "clip"}, 2, "the loss is"),
         # The weight is infinite in float32.
         ({"regression_weight": 1e39}, 1, "the loss is"),
     ],
@@ -333,7 +347,7 @@ def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
     ],
     ids=str,
 )
-def test_a_checkpoint_that_does_not_resume_exactly_is_warned_about(make, recwarn, settings, said):
+def test_checkpoints_that_resume_inexactly_are_warned_about(make, recwarn, settings, said):
     make(**{"save_strategy": "steps", "steps_per_generation": 4, **settings})
     found = [text for warning in recwarn if "repeat the interrupted run" in (text := str(warning.message))]
     assert len(found) == (said is not None) and all(str(said) in text for text in found)
@@ -350,7 +364,7 @@ def grpo_trainer(make: tiny.Maker, args: TrollConfig) -> Any:
     return GRPOTrainer(make.model(), reward_funcs=tiny.reward, args=args, **parts)
 
 
-def test_a_grpo_trainer_does_not_train_with_a_configuration_without_a_clip(make):
+def test_grpo_trainer_refuses_a_configuration_without_a_clip(make):
     """It has no part of the surrogate, and would clip. Which configurations have none: test_config."""
     trainer = grpo_trainer(make, make().args)
     before = tiny.parameters(trainer.model)
@@ -360,7 +374,7 @@ def test_a_grpo_trainer_does_not_train_with_a_configuration_without_a_clip(make)
 
 
 @pytest.mark.parametrize("surrogate", ["clip", "cispo"])
-def test_a_grpo_trainer_trains_with_a_configuration_of_its_own_loss(make, surrogate):
+def test_grpo_trainer_takes_a_configuration_of_its_own_loss(make, surrogate):
     ours = make(surrogate=surrogate, max_steps=2)
     theirs = grpo_trainer(make, ours.args)
     for trainer in (ours, theirs):
@@ -410,39 +424,23 @@ def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path, name):
     assert "2510.03817" in (tmp_path / "README.md").read_text()
 
 
-class BreakOff(TrainerCallback):
-    """Breaks a training off after its third update, once."""
-
-    broken = False
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3 and not self.broken:
-            self.broken = True
-            raise RuntimeError("broken off")
-
-
-def test_train_resumes_in_the_interrupted_trainer_with_a_new_rollout(make, tmp_path):
+def test_interrupted_trainer_resumes_with_a_new_rollout(make, tmp_path):
     """After the first update of the second rollout; what is left of that rollout is not used again."""
     settings = RESUMED | {"ddp_backend": None, "diagnostics_steps": 1}
     whole = make(output_dir=str(tmp_path / "whole"), **settings)
     whole.train()
-    trainer = make(callbacks=[BreakOff()], output_dir=str(tmp_path / "broken"), **settings)
+    trainer = make(callbacks=[After(3, break_off)], output_dir=str(tmp_path / "broken"), **settings)
     with pytest.raises(RuntimeError, match="broken off"):
         trainer.train()
     trainer.train(resume_from_checkpoint=True)
     same_metrics(steps(trainer)[-2:], steps(whole)[-2:])
 
 
-class LogAtTwo(TrainerCallback):
-    """Asks for a log, and stops at the third update."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_log = state.global_step == 2
-        control.should_training_stop = state.global_step == 3
-
-
 def test_a_log_that_a_users_callback_asks_for_has_everything(make):
-    trainer = make(logging_steps=100, callbacks=[LogAtTwo()])
+    """And the last one, where the callback stops the training."""
+    log = After(2, lambda _, control: setattr(control, "should_log", True))
+    stop = After(3, lambda _, control: setattr(control, "should_training_stop", True))
+    trainer = make(logging_steps=100, callbacks=[log, stop])
     trainer.train()
     first, last, _ = trainer.state.log_history
     assert first.keys() >= {"trust_region/kl_before_mean", "entropy"}

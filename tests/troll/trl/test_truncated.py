@@ -84,7 +84,7 @@ def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make):
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])
-def test_equal_policies_have_ratio_one_with_every_kind_of_surrogate(make, surrogate):
+def test_equal_truncated_policies_have_ratio_one(make, surrogate):
     assert_equal_truncated_policies_have_ratio_one(make, surrogate)
 
 

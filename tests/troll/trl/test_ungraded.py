@@ -108,7 +108,7 @@ def test_whose_none_means_that_a_row_could_not_be_judged():
     assert without.metrics(rewards[:, 1:]) == {}
 
 
-def test_a_row_that_could_not_be_judged_is_in_no_baseline_and_no_loss(make):
+def test_an_unjudged_row_is_in_no_baseline_and_no_loss(make):
     trainer = make_one(make, loss_type="dapo")
     rollout = tiny.rolled_out(trainer)
     completions = list(trainer._logs["completion"])
@@ -146,7 +146,7 @@ def test_none_of_an_ordinary_function_means_what_it_does_in_trl(make):
     ],
     ids=str,
 )
-def test_only_what_was_judged_moves_the_model_and_as_without_the_rest(make, settings):
+def test_only_judged_rows_move_the_model_as_if_alone(make, settings):
     assert_only_judged_moves_the_model(make, **settings)
 
 
@@ -274,7 +274,7 @@ def test_a_function_that_keeps_no_verdicts_ends_a_run_too():
         unscored.without(rollout_of(8), lambda values: values)
 
 
-def test_completions_without_a_verdict_are_warned_of_ever_more_rarely(recwarn):
+def test_unjudged_completions_are_warned_of_ever_more_rarely(recwarn):
     unscored = UngradedFilter(ACCELERATOR, [Never()])
     for _ in range(9):
         roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])

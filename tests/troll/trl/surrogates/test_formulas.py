@@ -18,7 +18,7 @@ ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)
 
 @pytest.mark.parametrize("top_k", [4, 9])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_kl_penalty_is_the_divergence_on_the_outcomes_that_are_kept(direction, top_k):
+def test_kl_penalty_is_the_divergence_on_kept_outcomes(direction, top_k):
     new, old, sampled = pair()
     args, own = (
         settings(support_top_k=top_k, mass_threshold=0.0),
