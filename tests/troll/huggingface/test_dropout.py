@@ -43,7 +43,8 @@ def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     """Two models, with and without dropout, are the same afterwards in every number."""
     numbers = []
     for rate in (0.0, 0.3):
-        model = tiny.make_model(architecture, **SIZES, **dict.fromkeys(RATES, rate))
+        changes: dict[str, Any] = {**SIZES, **dict.fromkeys(RATES, rate)}
+        model = tiny.make_model(architecture, **changes)
         assert any(dropout_rates(model)) == (rate > 0)
         disable_dropout(model)
         numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])

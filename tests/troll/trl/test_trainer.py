@@ -361,7 +361,8 @@ def test_another_configuration_class_is_refused(make, tmp_path):
 
 def grpo_trainer(make: tiny.Maker, args: TrollConfig) -> Any:
     parts: dict[str, Any] = {"train_dataset": tiny.make_dataset(), "processing_class": tiny.make_tokenizer()}
-    return GRPOTrainer(make.model(), reward_funcs=tiny.reward, args=args, **parts)
+    parts["reward_funcs"] = tiny.reward
+    return GRPOTrainer(make.model(), args=args, **parts)
 
 
 def test_grpo_trainer_refuses_a_configuration_without_a_clip(make):
