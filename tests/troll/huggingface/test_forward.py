@@ -369,6 +369,7 @@ def test_models_inside_of_wrappers_are_found():
 
 # The backend compiles nothing, so it works where compilers were switched off. The setting is undone by torch: pytest's
 # monkeypatch would delete it, as an object's `__dict__` does not hold it.
+@pytest.mark.slow
 @torch._dynamo.config.patch(disable=False)
 def test_a_compiled_model_is_read(monkeypatch):
     """The backbone is compiled, the tiles are not."""

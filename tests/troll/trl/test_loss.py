@@ -55,7 +55,7 @@ def test_an_unreachable_bound_is_an_infinite_clip(make, scenario, loss_type, lev
     compare_with_stock(make, "llama", kl_bound=1e9, loss_type=loss_type, importance_sampling_level=level, **settings)
 
 
-#: With a scale, a softcap, and a loss of routers.
+# With a scale, a softcap, and a loss of routers.
 @pytest.mark.parametrize("model", ["gemma2", "granite", "cohere", "qwen3_moe"])
 def test_unreachable_bound_is_an_infinite_clip_by_architecture(make, model):
     compare_with_stock(make, model, kl_bound=math.inf, temperature=0.8, beta=0.05, router_aux_loss_coef=None)
