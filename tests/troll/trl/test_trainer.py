@@ -176,7 +176,7 @@ def test_an_adapter_that_transformers_has_injected_trains(make, monkeypatch):
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.21")
     model = make.model()
     model.add_adapter(lora())
-    trainer = make(model=model, kl_bound=1e-4, learning_rate=0.05, max_steps=2)
+    trainer = make(model=model, kl_bound=1e-4, learning_rate=0.05)
     trainer.train()
     assert max(tiny.logged(trainer, "trust_region/projected_fraction")) > 0
 
