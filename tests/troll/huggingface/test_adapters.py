@@ -18,6 +18,7 @@ from troll.huggingface.adapters import adapted_and_shared, refuse_merging, untie
 
 IDS = torch.arange(3, 40).unsqueeze(0)
 
+Q: dict[str, Any] = {"target_modules": ["q_proj"]}
 EVERYWHERE: dict[str, Any] = {"target_modules": ["q_proj", "up_proj", "embed_tokens", "lm_head"]}
 
 #: Settings of a LoRA adapter of Llama, by what is special about them.
@@ -30,21 +31,14 @@ LORA: dict[str, dict[str, Any]] = {
     "dora": {**EVERYWHERE, "use_dora": True},
     "rslora": {**EVERYWHERE, "use_rslora": True},
     "bias": {**EVERYWHERE, "bias": "all"},
-    "saved lm_head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "saved embed_tokens": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-    "both saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-    "both saved and tied": {
-        "target_modules": ["q_proj"],
-        "modules_to_save": ["embed_tokens"],
-        "ensure_weight_tying": True,
-    },
+    "saved lm_head": {"modules_to_save": ["lm_head"], **Q},
+    "saved embed_tokens": {"modules_to_save": ["embed_tokens"], **Q},
+    "both saved": {"modules_to_save": ["embed_tokens", "lm_head"], **Q},
+    "both saved and tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, **Q},
     "saved and adapted": {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
-    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
-    "tokens of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 7]}},
-    "other tokens of the head": {
-        "target_modules": ["q_proj"],
-        "trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [5, 8]},
-    },
+    "tokens": {"trainable_token_indices": [5, 7], **Q},
+    "tokens of the head": {"trainable_token_indices": {"lm_head": [5, 7]}, **Q},
+    "other tokens of the head": {"trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [5, 8]}, **Q},
     "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "embed_tokens.weight"]},
     "replicated layers": {"target_modules": ["q_proj", "up_proj"], "layer_replication": [(0, 2), (0, 2)]},
 }
@@ -95,10 +89,9 @@ def test_merging_gives_the_logits_of_the_forward_with_adapters(name, tied):
         assert_merged_alike(adapted(model, ADAPTERS[name]))
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", GPT2)
-def test_transposed_matrices_merge_alike(name, tied):
-    model = make_model("gpt2", tie_word_embeddings=tied).double()
+def test_transposed_matrices_merge_alike(name):
+    model = make_model("gpt2", tie_word_embeddings=True).double()
     assert_merged_alike(adapted(model, LoraConfig(task_type="CAUSAL_LM", r=4, **GPT2[name])))
 
 
@@ -123,37 +116,22 @@ REFUSED = {
 }
 
 #: PEFT ties what an untied model trains, too, if it is asked to.
-REFUSED_UNTIED = dict.fromkeys(
-    ("tokens", "tokens of the head", "other tokens of the head", "both saved and tied", "replicated layers"), ""
-)
+REFUSED_UNTIED = {name: words for name, words in REFUSED.items() if words != SHARED} | {"both saved and tied": ""}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_merging_into_shared_weights_is_refused_by_name(name, tied):
-    made = adapted(make_model("llama", tie_word_embeddings=tied), ADAPTERS[name])
-    refused = REFUSED if tied else REFUSED_UNTIED
-    if name in refused:
-        with pytest.raises(ValueError, match=rf"^use_vllm .*{refused[name]}"):
-            refuse_merging(made, "use_vllm")
-    else:
-        refuse_merging(made, "use_vllm")
-
-
-def test_a_model_without_adapters_is_not_refused():
-    refuse_merging(make_model("llama", tie_word_embeddings=True), "use_vllm")
-    refuse_merging(nn.Linear(1, 1), "use_vllm")
-
-
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [(name, tied) for tied in (True, False) for name in ADAPTERS if name not in (REFUSED if tied else REFUSED_UNTIED)],
-)
-def test_an_engine_gets_the_model_that_was_trained_from_trl_where_nothing_is_refused(name, tied):
+def test_an_engine_gets_the_trained_model_or_merging_is_refused(name, tied):
     """vLLM takes the weights that TRL sends by name; the head of a tied model is none of them."""
     model = make_model("llama", tie_word_embeddings=tied).double()
     engine = copy.deepcopy(model)
     made = adapted(model, ADAPTERS[name])
+    refused = REFUSED if tied else REFUSED_UNTIED
+    if name in refused:
+        with pytest.raises(ValueError, match=rf"^use_vllm .*{refused[name]}"):
+            refuse_merging(made, "use_vllm")
+        return
+    refuse_merging(made, "use_vllm")
     generation = VLLMGeneration.__new__(VLLMGeneration)
     no_shards = SimpleNamespace(gather_params=lambda _: nullcontext(), is_fsdp=False)
     vars(generation).update(model=made, accelerator=None, _dist=no_shards)
@@ -165,3 +143,8 @@ def test_an_engine_gets_the_model_that_was_trained_from_trl_where_nothing_is_ref
                 weights[sent].copy_(weight)
         logits = engine(IDS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_without_adapters_is_not_refused():
+    refuse_merging(make_model("llama", tie_word_embeddings=True), "use_vllm")
+    refuse_merging(nn.Linear(1, 1), "use_vllm")

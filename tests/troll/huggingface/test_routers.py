@@ -12,34 +12,10 @@ from troll.huggingface.policies import read_tokens
 from troll.huggingface.routers import load_balancing_loss
 
 #: All kinds whose own forward computes the loss, except for Doge, which computes another one.
-MIXTURES = [
-    "dbrx",
-    "deepseek_v4",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "flint",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "jamba",
-    "jetmoe",
-    "laguna",
-    "lara_mini",
-    "mellum",
-    "minimax",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_5_moe_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen4_exp_text",
-]
+MIXTURES = ["dbrx", "deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"]
+MIXTURES += ["granitemoehybrid", "granitemoeshared", "jamba", "jetmoe", "laguna", "lara_mini", "mellum", "minimax"]
+MIXTURES += ["minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text"]
+MIXTURES += ["qwen3_moe", "qwen3_next", "qwen4_exp_text"]
 
 QUICK = ("granitemoe", "granitemoeshared", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
 
@@ -94,7 +70,7 @@ def test_a_mixture_without_experts_has_no_loss_of_routers():
     assert aux_loss(model, *rows()) == 0
 
 
-def test_routers_that_do_not_score_experts_one_by_one_are_refused():
+def test_routers_without_scores_of_experts_are_refused():
     model = small_model("doge", is_moe=True)
     with pytest.raises(ValueError, match=r"routers of DogeForCausalLM .* set router_aux_loss_coef to 0"):
         aux_loss(model, *rows())

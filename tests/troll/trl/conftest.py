@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.troll.trl import processes, tiny
+from troll.trl import TrollConfig
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +53,9 @@ def left_by_two(
 def make(model_path: Callable[[str], Path], tmp_path: Path) -> tiny.Maker:
     """Builds a trainer: `make(TrollTrainer, "llama", kl_bound=0.1)`."""
     return tiny.Maker(model_path, tmp_path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., TrollConfig]:
+    """Makes a configuration: `config(kl_bound=0.1)`."""
+    return partial(tiny.config, tmp_path)

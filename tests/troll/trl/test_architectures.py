@@ -1,6 +1,5 @@
 """Mixtures of experts, vision-language models and reward models train like dense language models."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +26,9 @@ def assert_the_trust_region_acts_and_bounds(trainer: Any) -> None:
     assert max(logged(trainer, "trust_region/nonfinite")) == 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe"])
-def test_a_mixture_of_experts_trains(make, architecture):
+def test_a_mixture_of_experts_trains(make):
     """The routers' part of the loss is compared with GRPOTrainer's in test_loss."""
-    changes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
-    model = tiny.make_model(architecture, **changes).train()
+    model = tiny.make_model("qwen3_moe").train()
     before = parameters(model)
     trainer = make(model=model, kl_bound=BOUND)
     trainer.train()
@@ -40,33 +37,30 @@ def test_a_mixture_of_experts_trains(make, architecture):
     moved = changed(before, trainer.model)
     for part in (".experts.", ".gate."):
         names = {name for name in before if part in name}
-        assert names
-        assert names <= moved
+        assert names and names <= moved
 
 
-@pytest.mark.parametrize("architecture", ["granitemoe", "granitemoeshared", "phimoe"])
+@pytest.mark.parametrize("architecture", ["granitemoe", "phimoe"])
 def test_the_experts_of_a_configuration_may_have_another_name(make, architecture):
     """By the trust region the routers' loss is read with the policy, and by the clip it is TRL's own."""
     changes: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
-    first = []
+    found = []
     for surrogate in ("troll", "clip"):
         trainer = make(model=tiny.make_model(architecture, **changes).train(), surrogate=surrogate)
-        trainer.train()
-        first.append(logged(trainer, "aux_loss")[0])
+        tiny.loss_and_gradients(trainer, tiny.rollout(trainer)[0])
+        found += trainer._metrics["train"]["aux_loss"]
         assert "num_experts" not in trainer.model.config.to_dict()
-    assert first[0] > 0
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert found[0] > 0 and found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
-def test_a_mixture_without_experts_trains_without_a_loss_of_routers(make, surrogate):
+def test_a_mixture_without_experts_has_no_router_loss(make, surrogate):
     """Granite's dense models have the configuration of its mixtures."""
     changes: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0, "router_aux_loss_coef": 0.1}
     changes |= {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention", "attention"]}
-    trainer = make(model=tiny.make_model("granitemoehybrid", **changes).train(), surrogate=surrogate)
+    trainer = make(model=tiny.make_model("granitemoehybrid", **changes).train(), surrogate=surrogate, max_steps=2)
     trainer.train()
-    assert len(logged(trainer, "loss")) == 4
-    assert not logged(trainer, "aux_loss")
+    assert len(logged(trainer, "loss")) == 2 and not logged(trainer, "aux_loss")
 
 
 def vision_trainer(make: tiny.Maker, family: str, **settings: Any) -> TrollTrainer:
@@ -88,15 +82,14 @@ def test_a_vision_language_model_trains_and_saves(make, tmp_path, family):
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
-def test_shuffling_and_splitting_keep_images_and_policies_together(make, family):
+def test_shuffling_keeps_images_and_policies_together(make, family):
     """The policy never moves here, so one next to another one's image would be seen as a divergence."""
     trainer = vision_trainer(
-        make, family, per_device_train_batch_size=2, steps_per_generation=4, max_steps=8, learning_rate=0.0
+        make, family, per_device_train_batch_size=2, steps_per_generation=4, max_steps=4, learning_rate=0.0
     )
     trainer.train()
     before = logged(trainer, "trust_region/kl_before_max")
-    assert len(before) == 8
-    assert max(before) < within(1e-6)
+    assert len(before) == 4 and max(before) < within(1e-6)
     micro_batches: Any = trainer._buffered_inputs
     assert [len(batch[OLD_POLICY]) for batch in micro_batches] == [2, 2, 2, 2]
     if family == "qwen2_5_vl":  # Idefics3 resizes all images to one size
@@ -105,23 +98,17 @@ def test_shuffling_and_splitting_keep_images_and_policies_together(make, family)
         assert [len(batch["pixel_values"]) for batch in micro_batches] == grids.prod(-1).view(4, 2).sum(-1).tolist()
 
 
-def save_reward_model(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **tiny.COMMON, num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        model.score.weight *= 10
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("given", ["path", "model"])
 def test_a_reward_model_trains(make, tmp_path, given):
-    folder = save_reward_model(tmp_path / "judge")
-    reward: Any = str(folder) if given == "path" else load_reward_model(str(folder), conversational=False)
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **tiny.COMMON, num_labels=1))
+    with torch.no_grad():
+        judge.score.weight *= 10
+    folder = str(tmp_path / "judge")
+    judge.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    reward: Any = folder if given == "path" else load_reward_model(folder, conversational=False)
     trainer = make(reward_funcs=reward, kl_bound=BOUND, reward_weights=[1.0])
     trainer.train()
     assert_the_trust_region_acts_and_bounds(trainer)
-    assert len(logged(trainer, "rewards/judge/mean")) == 2
-    assert min(logged(trainer, "reward_std")) > 0
+    assert len(logged(trainer, "rewards/judge/mean")) == 2 and min(logged(trainer, "reward_std")) > 0

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
-from tests.troll.trl.distributed_worker import CASES, HEADS, KL_BOUND, SHARDED, train
+from tests.troll.trl.distributed_worker import CASES, HEADS, KL_BOUND, OTHERS, SHARDED, train
+from tests.troll.trl.processes import run
 from tests.troll.trl.resuming import resumed_exactly
 from tests.troll.trl.sharding import through_heads
 from tests.troll.trl.tiny import LOG_PROB_ERROR, MEAN_ERROR, assert_same_gradients
@@ -65,11 +69,15 @@ def assert_exact_resume(resumed: dict[str, Any]) -> None:
     assert max(entry["trust_region/projected_fraction"] for entry in resumed_exactly(resumed)) > 0
 
 
+def assert_same_run(results: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    assert_same_updates(results, one)
+    assert_same_metrics(results, one)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_make_the_update_of_one(make, two_processes, case):
     results, one = [result[case] for result in two_processes], train(make, case, processes=1)
-    assert_same_updates(results, one)
-    assert_same_metrics(results, one)
+    assert_same_run(results, one)
     names = [name for name in one["log"][0] if name.startswith("trust_region/") and "diagnostics" not in name]
     # Without a bound under a penalty; with what is wanted, and the rate, under a KL target.
     assert len(names) == 10 + ("trust_region/kl_bound" in names) + 2 * ("trust_region/kl_target/rate" in names)
@@ -80,8 +88,7 @@ def test_two_shards_make_the_update_of_one(make, two_shards, name):
     case, model = SHARDED[name]
     results, one = [result[name] for result in two_shards], train(make, case, 1, model)
     assert all(result["shards"] for result in results)
-    assert_same_updates(results, one)
-    assert_same_metrics(results, one)
+    assert_same_run(results, one)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -90,7 +97,7 @@ def test_a_head_that_is_a_shard_is_gathered(two_shards, name):
         assert_same_gradients(result[f"{name} LM head"], through_heads(name), 1e-6)
 
 
-def test_sharded_mixed_precision_does_not_round_log_probabilities(two_shards):
+def test_sharded_mixed_precision_rounds_no_log_probabilities(two_shards):
     """accelerate's own policy for FSDP2 rounds all outputs of a model to bf16."""
     for result in two_shards:
         assert result["mixed precision"]["dtype"] == torch.float32
@@ -106,21 +113,17 @@ def test_two_processes_resume_exactly(two_processes):
         resumed_exactly(result["interrupted"]["after an epoch"])
 
 
-def test_two_shards_resume_exactly(two_shards):
-    for result in two_shards:
-        assert_exact_resume(result["interrupted"]["whole"])
-
-
-def test_shards_are_saved_as_one_model(two_shards):
+def test_two_shards_resume_exactly_and_are_saved_as_one_model(two_shards):
     """As `from_pretrained` loads it, in any number of processes."""
     for result in two_shards:
+        assert_exact_resume(result["interrupted"]["whole"])
         saved = AutoModelForCausalLM.from_pretrained(result["folder"] / "whole" / "model", dtype=torch.float32)
         expected = result["interrupted"]["whole"]["resumed"]["weights"]
         assert_same_gradients(dict(saved.named_parameters()), expected, 0)
         assert not any("save_model" in warning for warning in result["interrupted"]["whole"]["warnings"])
 
 
-def test_every_process_refuses_a_small_data_set_and_the_first_one_warns(two_processes):
+def test_every_process_refuses_a_small_data_set_and_one_warns(two_processes):
     for rank, result in enumerate(two_processes):
         found = result["silences"]
         assert found["few"].startswith("a rollout takes 2 prompts") and "has 1 to train on" in found["few"]
@@ -132,3 +135,50 @@ def test_nan_in_one_process_stops_both(two_processes):
     first, second = (result["error"] for result in two_processes)
     assert first == second
     assert first.startswith("step 2: the logits of ")
+
+
+# What is slow: other losses, adapters, shards in checkpoints, and a whole run from the command line
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp", "zero3"])
+def the_rest(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict[str, Any]]:
+    """What either process returned."""
+    return left_by_two(request.param, "distributed", "the rest")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_in_two_processes_are_those_of_one(make, the_rest, name):
+    case, model = OTHERS[name]
+    assert_same_run([result[name] for result in the_rest], train(make, case, 1, model))
+
+
+@pytest.mark.slow
+def test_adapters_and_shards_resume_exactly_and_are_saved(the_rest):
+    """Adapters are saved whole; a run that saves only shards warns."""
+    for result in the_rest:
+        for runs in result["interrupted"].values():
+            assert_exact_resume(runs)
+    runs = the_rest[0]["interrupted"]
+    for what in runs:
+        assert any("save_model" in warning for warning in runs[what]["warnings"]) == (what == "shards")
+    expected = runs["LoRA"]["resumed"]["weights"]
+    saved = load_file(the_rest[0]["folder"] / "LoRA" / "model" / "adapter_model.safetensors")
+    assert_same_gradients(saved, {name.replace(".default", ""): weight for name, weight in expected.items()}, 0)
+
+
+RUN = "troll_lab.cli train quickstart --max_steps 4 --save_steps 2 --logging_steps 2 --eval_strategy no --use_cpu true"
+RUN += " --per_device_train_batch_size 8 --steps_per_generation 2 --ddp_backend gloo --output_dir"
+
+
+@pytest.mark.slow
+def test_troll_train_resumes_exactly_in_new_processes(tmp_path):
+    if Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("before transformers 5.18, Trainer loads to cpu:0 where several processes resume on a CPU")
+    module, *arguments = RUN.split()
+    resume = ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]
+    for name, more in (("whole", []), ("resumed", resume)):
+        done = run("ddp", module, [*arguments, str(tmp_path / name), *more])
+        assert done.returncode == 0, done.stdout + done.stderr
+    whole, resumed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "resumed"))
+    assert_same_gradients(resumed, whole, 0)

@@ -15,13 +15,10 @@ from transformers import TrainerCallback, get_scheduler
 from tests.troll.ages import kept_ages
 from tests.troll.trl import tiny
 from tests.troll.trl.resuming import forget, interrupted, resumed_exactly
-from tests.troll.trl.test_ungraded import InTurn
 from troll import KLTarget
-from troll.trl import TrollConfig
 from troll.trl.callback import KL_TARGET, STATE
 from troll.trl.kl_target import SETTLED_ROLLOUTS
 from troll.trl.monitor import Watch
-from troll.trl.surrogates import SURROGATES
 
 #: Rollouts of eight updates, of four completions each.
 TARGET: dict[str, Any] = {"kl_target": 0.03, "steps_per_generation": 8, "learning_rate": 1e-2, "max_steps": 16}
@@ -58,9 +55,7 @@ def groups(model: Any, *rates: float) -> AdamW:
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "constant": {},
-    "linear": {"lr_scheduler_type": "linear"},
-    "cosine, warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 4},
+    "cosine, warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 2},
     "least rate": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
 }
 
@@ -68,7 +63,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_multiplies_the_rate_that_was_found(make, name):
     """In the step that was measured, and in the log."""
-    trainer, keep = run(make, **SCHEDULES[name])
+    trainer, keep = run(make, max_steps=8, **SCHEDULES[name])
     args = trainer.args
     alone = get_scheduler(
         args.lr_scheduler_type,
@@ -78,7 +73,7 @@ def test_a_schedule_multiplies_the_rate_that_was_found(make, name):
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
     shape = [alone.lr_lambdas[0](step) for step in range(args.max_steps)]
-    assert len({*keep.found}) > 4  # it was moved
+    assert len({*keep.found}) > 2  # it was moved
     assert keep.rates == [
         [pytest.approx(rate * part, rel=1e-12)] * 2 for rate, part in zip(keep.found, shape, strict=True)
     ]
@@ -89,7 +84,7 @@ def test_a_schedule_multiplies_the_rate_that_was_found(make, name):
 def test_groups_keep_the_ratio_of_their_rates(make):
     model = make.model()
     optimizer = groups(model, 1e-3, 1e-2, 0.0)
-    _, keep = run(make, model=model, optimizers=(optimizer, None), lr_scheduler_type="linear")
+    _, keep = run(make, model=model, optimizers=(optimizer, None), lr_scheduler_type="linear", max_steps=8)
     for slow, fast, frozen in keep.rates:
         assert slow == pytest.approx(fast / 10) and frozen == 0.0
     # The search begins at a hundredth of the largest.
@@ -99,75 +94,52 @@ def test_groups_keep_the_ratio_of_their_rates(make):
 def test_a_rate_that_is_a_tensor_stays_one(make):
     model = make.model()
     optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, dtype=torch.float64), foreach=False)
-    _, keep = run(make, model=model, optimizers=(optimizer, None))
+    _, keep = run(make, model=model, optimizers=(optimizer, None), max_steps=4)
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
     assert [rates[0] for rates in keep.rates] == pytest.approx(keep.found)
 
 
-def test_a_scheduler_of_the_user_is_multiplied_once_however_often_it_is_trained_with(make):
+def test_a_users_scheduler_is_multiplied_once_in_two_trainings(make):
     model = make.model()
     optimizer = groups(model, 1e-2)
     scheduler = LambdaLR(optimizer, lambda step: 0.5)
-    trainer, _ = run(make, model=model, optimizers=(optimizer, scheduler), max_steps=8)
+    trainer, _ = run(make, model=model, optimizers=(optimizer, scheduler), max_steps=4)
     trainer.train()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * trainer.kl_target_rate.rate)
 
 
-def test_a_start_ten_thousand_times_too_low_finds_the_rate(make):
-    """Within the third rollout; from a start that is right, it stays there."""
-    settings: dict[str, Any] = {"max_steps": 40}
-    _, low = run(make, learning_rate=FOUND / 1e4 * 100, **settings)
-    _, right = run(make, learning_rate=FOUND * 100, **settings)
-    assert low.rates[0] == pytest.approx([FOUND / 1e4] * 2)
-    for keep in (low, right):
-        assert all(FOUND / 3 < rates[0] < 3 * FOUND for rates in keep.rates[24:])
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES)
-@pytest.mark.parametrize("batches", [1, 2])
-def test_the_rate_follows_with_every_surrogate_and_any_number_of_micro_batches(make, surrogate, batches):
-    size = {"per_device_train_batch_size": 4 // batches, "gradient_accumulation_steps": batches}
-    size["steps_per_generation"] = 8 * batches
-    trainer, keep = run(make, surrogate=surrogate, **size)
-    kls = tiny.logged(trainer, "trust_region/kl_before_mean")
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_micro_batches_of_an_update_count_as_one(make, surrogate):
+    """Their tokens together have the KL of the whole update, which is read for a clip, too."""
+    shared: dict[str, Any] = {"loss_type": "dr_grpo", "surrogate": surrogate}
+    trainer, whole = run(make, **shared)
     wanted = tiny.logged(trainer, "trust_region/kl_target/wanted")
-    assert len(kls) == len(wanted) == 16
-    assert wanted[:8] == wanted[8:] and wanted[0] == 0 and wanted[7] == pytest.approx(0.03)
-    assert keep.found[0] == 1e-4 and FOUND / 3 < keep.found[-1] < 3 * FOUND
-
-
-def test_micro_batches_of_an_update_count_as_one(make):
-    """Their tokens together have the KL of the whole update."""
-    shared: dict[str, Any] = {"loss_type": "dr_grpo"}
-    _, whole = run(make, **shared)
-    halves: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    assert len(wanted) == 16 and wanted[0] == 0 and wanted[7] == pytest.approx(0.03) and wanted[:8] == wanted[8:]
+    assert whole.found[0] == 1e-4 and FOUND / 3 < whole.found[-1] < 3 * FOUND
+    halves: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
     _, split = run(make, steps_per_generation=16, **{**shared, **halves})
-    assert split.found == pytest.approx(whole.found, rel=1e-3)
-    assert len({*whole.found}) > 4
+    assert split.found == pytest.approx(whole.found[:4], rel=1e-3) and len({*split.found}) > 2
 
 
-def test_the_age_counts_updates_since_sampling_in_every_iteration_over_a_rollout(make, monkeypatch):
+def test_the_age_counts_updates_since_sampling_over_iterations(make, monkeypatch):
     ages = kept_ages(monkeypatch)
     batches: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run(make, steps_per_generation=4, num_iterations=2, max_steps=8, **batches)
     assert ages == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_a_rate_that_does_not_move_is_that_of_a_run_without_a_target(make, monkeypatch):
+def test_a_fixed_rate_equals_a_run_without_a_target(make, monkeypatch):
     """Bit by bit: the target changes nothing but the rate."""
     monkeypatch.setattr(KLTarget, "update", lambda self, *_, schedule, **__: self.rate * schedule)
     monkeypatch.setattr(KLTarget, "used", lambda self, rate: None)
-    with_target, _ = run(make, learning_rate=1.0, lr_scheduler_type="linear")
-    without = make(**{**TARGET, "kl_target": None, "learning_rate": 0.01, "lr_scheduler_type": "linear"})
-    scheduler = without.create_scheduler(1, without.create_optimizer())
-    functions = [*scheduler.lr_lambdas]
-    without.lr_scheduler, without.optimizer = None, None
+    shared: dict[str, Any] = {"lr_scheduler_type": "linear", "max_steps": 4}
+    with_target, _ = run(make, learning_rate=1.0, **shared)
+    without = make(**{**TARGET, **shared, "kl_target": None, "learning_rate": 0.01})
     without.train()
-    assert without.kl_target_rate is None and type(without.lr_scheduler.lr_lambdas[0]) is type(functions[0])
+    assert without.kl_target_rate is None and not hasattr(without.lr_scheduler.lr_lambdas[0], "schedule")
     for ours, theirs in zip(with_target.state.log_history[:-1], without.state.log_history[:-1], strict=True):
-        assert {name: ours[name] for name in theirs if name != "step_time"} == {
-            name: theirs[name] for name in theirs if name != "step_time"
-        }
+        names = theirs.keys() - {"step_time"}
+        assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
     tiny.assert_same_gradients(tiny.parameters(with_target.model), tiny.parameters(without.model), 0)
 
 
@@ -181,21 +153,14 @@ def walk(trainer: Any) -> list[float]:
 
 def test_rewards_that_are_all_equal_move_nothing(make):
     """Without an advantage, a small KL is not a reason for a higher rate."""
-    trainer, keep = run(make, reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids))
+    trainer, keep = run(make, reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids), max_steps=4)
     assert {*keep.found} == {1e-4} and {*walk(trainer)} == {0.0}
-
-
-@pytest.mark.filterwarnings("ignore:.*could not be judged")
-def test_updates_without_a_judged_token_move_nothing(make):
-    trainer, keep = run(make, reward_funcs=[InTurn(False, True), tiny.reward])
-    assert {*keep.found[:9]} == {1e-4} and {*walk(trainer)[:8]} == {0.0}
-    assert keep.found[-1] > 1e-4 and min(walk(trainer)[8:]) > 0
 
 
 def test_a_step_that_the_optimiser_skips_is_not_walked(make, monkeypatch):
     """As in fp16, after an overflow."""
-    trainer = make(**TARGET)
-    skipped = iter([False, True, False, True] * 4)
+    trainer = make(**{**TARGET, "max_steps": 4})
+    skipped = iter([False, True, False, True])
     monkeypatch.setattr(type(trainer.accelerator), "optimizer_step_was_skipped", property(lambda _: now[0]))
     now = [False]
 
@@ -205,15 +170,15 @@ def test_a_step_that_the_optimiser_skips_is_not_walked(make, monkeypatch):
 
     trainer.add_callback(Skip())
     trainer.train()
-    assert [rate == 0.0 for rate in walk(trainer)] == [False, True] * 8
+    assert [rate == 0.0 for rate in walk(trainer)] == [False, True] * 2
 
 
 @pytest.mark.parametrize(("rewards", "judged"), [([0.0, 1.0, 1.0, 0.5], True), ([-1.0, 1.0, 1.0, 0.5], False)])
-def test_entropy_is_watched_and_rewards_where_half_of_a_mean_says_something(make, rewards, judged):
-    trainer, _ = run(make, reward_funcs=lambda completion_ids, **_: rewards * (len(completion_ids) // 4), max_steps=8)
+def test_entropy_is_watched_and_rewards_that_are_not_negative(make, rewards, judged):
+    trainer, _ = run(make, reward_funcs=lambda completion_ids, **_: rewards * (len(completion_ids) // 4), max_steps=4)
     levels = trainer.kl_target_rate.state_dict()["levels"]
     assert ("success" in levels) == judged
-    assert levels["entropy"][2] == 8
+    assert levels["entropy"][2] == 4
     if judged:
         assert levels["success"][0] == pytest.approx(0.625)
 
@@ -221,12 +186,11 @@ def test_entropy_is_watched_and_rewards_where_half_of_a_mean_says_something(make
 # Checkpoints
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_a_resumed_run_is_bit_by_bit_one_without_a_break(make, tmp_path, schedule):
+def test_a_resumed_run_is_bit_by_bit_one_without_a_break(make, tmp_path):
     """With all that the controller has learnt in five rollouts."""
-    settings: dict[str, Any] = {"kl_target": 0.1, "learning_rate": 1e-2, "lr_scheduler_type": schedule}
+    settings: dict[str, Any] = {"kl_target": 0.1, "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
     settings["ddp_backend"] = None
-    runs = interrupted(make, tmp_path, **{**settings, "save_steps": 10, "max_steps": 16})
+    runs = interrupted(make, tmp_path, **{**settings, "save_steps": 10, "max_steps": 14})
     found = {entry["trust_region/kl_target/rate"] for entry in resumed_exactly(runs)}
     assert len(found) > 2 and min(found) > 2e-4  # it did not begin anew
 
@@ -234,23 +198,22 @@ def test_a_resumed_run_is_bit_by_bit_one_without_a_break(make, tmp_path, schedul
 def test_a_checkpoint_without_a_state_begins_the_search(make, tmp_path):
     settings: dict[str, Any] = {**TARGET, "save_strategy": "steps", "save_steps": 8, "output_dir": str(tmp_path)}
     make(**{**settings, "max_steps": 8, "kl_target": None}).train()
-    checkpoint = tmp_path / "checkpoint-8"
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
     assert KL_TARGET not in state["stateful_callbacks"][STATE]
-    forget(checkpoint)
+    forget(tmp_path / "checkpoint-8")
     keep = Keep()
-    trainer = keep.trainer = make(callbacks=[keep], **settings)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer = keep.trainer = make(callbacks=[keep], **{**settings, "max_steps": 9})
+    trainer.train(resume_from_checkpoint=True)
     assert keep.rates[0] == [pytest.approx(1e-4)] * 2
 
 
-def test_a_checkpoint_has_the_scheduler_of_a_run_without_a_target(make, tmp_path):
+def test_checkpoint_has_the_scheduler_of_a_run_without_target(make, tmp_path):
     run(make, output_dir=str(tmp_path), max_steps=8, save_strategy="steps", save_steps=8, lr_scheduler_type="linear")
-    trainer = make(**{**TARGET, "kl_target": None, "max_steps": 16, "lr_scheduler_type": "linear"})
+    trainer = make(**{**TARGET, "kl_target": None, "max_steps": 12, "lr_scheduler_type": "linear"})
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     # From the second step on, what the schedule alone says.
-    expected = [1e-2 * (16 - step) / 16 for step in range(9, 16)]
-    assert tiny.logged(trainer, "learning_rate")[-7:] == pytest.approx(expected)
+    expected = [1e-2 * (12 - step) / 12 for step in range(9, 12)]
+    assert tiny.logged(trainer, "learning_rate")[-3:] == pytest.approx(expected)
 
 
 # Refusals and warnings
@@ -260,29 +223,23 @@ def test_a_checkpoint_has_the_scheduler_of_a_run_without_a_target(make, tmp_path
     ("settings", "message"),
     [
         ({"kl_target": 0.0}, "kl_target must be finite and above 0, got 0.0"),
-        ({"kl_target": -1.0}, "kl_target must be finite and above 0, got -1.0"),
         ({"kl_target": float("inf")}, "kl_target must be finite and above 0, got inf"),
-        ({"kl_target": float("nan")}, "kl_target must be finite and above 0, got nan"),
         ({"updates_per_rollout": 1}, "kl_target needs updates_per_rollout of at least 2, got 1"),
-        ({"steps_per_generation": 1}, "kl_target needs updates_per_rollout of at least 2, got 1"),
         (
             {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
             "must be a multiple of gradient_accumulation_s",
         ),
-        ({"learning_rate": 0.0}, "kl_target begins its search at learning_rate, which must be above 0, got 0.0"),
+        ({"learning_rate": 0.0}, "learning_rate, which must be above 0, got 0.0"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "lr_scheduler_type 'reduce_lr_on_p"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "steps"}, "lr_scheduler_type 'greedy'"),
-        ({"optim": "lomo"}, "optim 'lomo'"),
-        ({"optim": "adalomo"}, "optim 'adalomo'"),
-        ({"optim": "galore_adamw_layerwise"}, "optim 'galore_adamw_layerwise'"),
+        *(({"optim": name}, f"optim '{name}'") for name in ("lomo", "adalomo", "galore_adamw_layerwise")),
     ],
 )
-def test_what_no_kl_can_set_the_rate_of_is_refused_by_name(tmp_path, settings, message):
-    plain: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "bf16": False}
+def test_what_no_kl_can_set_the_rate_of_is_refused_by_name(config, settings, message):
     with pytest.raises(ValueError, match=message):
-        TrollConfig(**{**plain, "kl_target": 0.03, **settings})
+        config(**{"kl_target": 0.03, **settings})
     if settings.keys() - {"kl_target"}:
-        TrollConfig(**plain, **settings)
+        config(**settings)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -298,7 +255,7 @@ def test_a_scheduler_without_functions_is_refused_before_a_step(make, wrapped):
     assert not tiny.changed(before, model)
 
 
-def test_weights_too_coarse_for_the_rate_that_was_found_are_warned_about(make, monkeypatch):
+def test_weights_too_coarse_for_the_found_rate_are_warned_about(make, monkeypatch):
     """Not for the start, which says nothing."""
     model = make.model()
     asked: list[float] = []
@@ -313,10 +270,7 @@ def test_weights_too_coarse_for_the_rate_that_was_found_are_warned_about(make, m
 
 
 @pytest.mark.parametrize(("kl_target", "named"), [(None, "learning_rate (now 0.01)"), (0.03, "kl_target (now 0.03)")])
-def test_advice_names_what_sets_the_rate(tmp_path, kl_target, named):
-    args: Any = TrollConfig(
-        str(tmp_path), report_to="none", use_cpu=True, bf16=False, kl_target=kl_target, learning_rate=0.01
-    )
-    watch = Watch(args)
+def test_advice_names_what_sets_the_rate(config, kl_target, named):
+    watch = Watch(config(kl_target=kl_target, learning_rate=0.01))
     said = [watch.observe(9, 10, 1.0, 0.05, moved=True, last=True) for _ in range(2)]
     assert said[1] is not None and f"lower {named} or updates_per_rollout" in said[1]

@@ -13,39 +13,27 @@ from tests.troll.trl import dense, tiny
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-LEVELS = ("token", "sequence")
-
 #: What else a user may switch on. Each is an off-policy setting.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
-    "accumulation over rollouts": {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
-    "reference": {"beta": 0.1},
     "reference, accumulation": {"beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "accumulation over rollouts": {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
     "biased reference": {"beta": 0.1, "use_bias_correction_kl": False},
-    "entropy bonus": {"entropy_coef": 0.1},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
-    "off-policy mask": {"off_policy_mask_threshold": 0.05},
-    "high-entropy tokens": {"top_entropy_quantile": 0.4},
     "both masks and a bonus": {"top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.05, "entropy_coef": 0.1},
     "truncated": {"mask_truncated_completions": True},
-    "unscaled rewards": {"scale_rewards": "none"},
-    "batch-scaled rewards": {"scale_rewards": "batch"},
-    "temperature": {"temperature": 0.7},
     "iterations": {"num_iterations": 2, "steps_per_generation": 1, "per_device_train_batch_size": 8},
-    "small support": {"support_top_k": 3},
     "padded lengths": {"pad_to_multiple_of": 8},
 }
 
+#: Every loss type and both levels, in turn.
+EVERY_LOSS = [("grpo", "token"), ("bnpo", "sequence"), ("dr_grpo", "token"), ("dapo", "sequence")]
+EVERY_OTHER = [("grpo", "sequence"), ("bnpo", "token"), ("dr_grpo", "sequence"), ("dapo", "token")]
+
 CASES = [
-    *itertools.product(("plain", "reference, accumulation"), LOSS_TYPES, LEVELS),
-    # Every other scenario meets one loss type and one level each: in turn, so that all are met.
-    *[
-        (name, LOSS_TYPES[i % 4], LEVELS[i // 2 % 2])
-        for i, name in enumerate(SCENARIOS)
-        if name not in ("plain", "reference, accumulation")
-    ],
+    *(("plain", *loss) for loss in EVERY_LOSS),
+    *(("reference, accumulation", *loss) for loss in EVERY_OTHER),
+    *((name, *EVERY_OTHER[i % 4]) for i, name in enumerate(SCENARIOS) if i > 1),
 ]
 
 
@@ -67,8 +55,9 @@ def test_an_unreachable_bound_is_an_infinite_clip(make, scenario, loss_type, lev
     compare_with_stock(make, "llama", kl_bound=1e9, loss_type=loss_type, importance_sampling_level=level, **settings)
 
 
-@pytest.mark.parametrize("model", tiny.ARCHITECTURES)
-def test_an_unreachable_bound_is_an_infinite_clip_for_every_architecture(make, model):
+# With a scale, a softcap, and a loss of routers.
+@pytest.mark.parametrize("model", ["gemma2", "granite", "cohere", "qwen3_moe"])
+def test_unreachable_bound_is_an_infinite_clip_by_architecture(make, model):
     compare_with_stock(make, model, kl_bound=math.inf, temperature=0.8, beta=0.05, router_aux_loss_coef=None)
 
 
@@ -93,7 +82,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     assert plain > 1e-3
 
 
-def test_the_off_policy_mask_sees_the_network_and_not_the_projection(make):
+def test_off_policy_mask_sees_the_network_not_the_projection(make):
     trainer = make(kl_bound=1e-4, support_top_k=8, off_policy_mask_threshold=0.1)
     inputs = tiny.rollout(trainer)[0]
     tiny.move(trainer.model, 0.1)
@@ -112,7 +101,7 @@ DENSE: dict[str, Any] = {"support_top_k": 48, "mass_threshold": 0.0}
 def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **settings: Any) -> None:
     """Every micro-batch of a rollout: loss, gradients and metrics equal those of `dense`."""
     moved = dense.Moved(make, model, dense.with_tools if tools else dict, **settings)
-    args, trainer = moved.args, moved.trainer
+    args = moved.args
     tolerance = tiny.MEAN_ERROR / math.sqrt(2 * args.kl_bound)  # the condition of the projection
     everything: list[dense.Token] = []
     for inputs, old in moved.batches:
@@ -121,7 +110,7 @@ def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **s
         moved.assert_loss(inputs, dense.loss(rows, inputs, args), tolerance)
     projected = [one for one in everything if one.multiplier > 0]
     assert projected, "the test moves the weights too little"
-    metrics = trainer.monitor.metrics()
+    metrics = moved.trainer.monitor.metrics()
     count = len(everything)
     expected_metrics = {
         "kl_before_mean": sum(one.kl_before for one in everything) / count,
@@ -138,32 +127,24 @@ def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **s
         assert metrics[f"trust_region/{name}"] == pytest.approx(value, rel=1e-3), name
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_reachable_bound_agrees_with_a_dense_computation(make, loss_type, level):
-    compare_with_dense(make, loss_type=loss_type, importance_sampling_level=level, kl_bound=0.02, **DENSE)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
+        *({"loss_type": loss_type, "importance_sampling_level": level} for loss_type, level in EVERY_LOSS),
         {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "grpo"},
         {"temperature": 0.7, "loss_type": "dr_grpo"},
         {"regression_weight": 0.0, "loss_type": "bnpo"},
         {"pull": "proximal", "regression_weight": 0.5},
         {"mask_truncated_completions": True, "loss_type": "bnpo"},
-        {"tools": True, "loss_type": "grpo"},
-        {"tools": True, "loss_type": "bnpo", "importance_sampling_level": "sequence"},
+        {"tools": True, "loss_type": "grpo", "importance_sampling_level": "sequence"},
         {"model": "gemma2", "temperature": 1.3, "loss_type": "dapo"},
-        {"model": "granite", "loss_type": "dapo"},
-        {"regression_weight": 0.7, "loss_type": "grpo"},
         {"support_top_k": 6, "mass_threshold": 1e-3, "loss_type": "grpo"},
         {"support_top_k": 1, "mass_threshold": 1e-5, "loss_type": "grpo"},
     ],
     ids=str,
 )
-def test_settings_agree_with_a_dense_computation(make, settings):
+def test_a_reachable_bound_agrees_with_a_dense_computation(make, settings):
     compare_with_dense(make, **{"kl_bound": 0.02, **DENSE, **settings})
 
 
@@ -188,7 +169,7 @@ def test_the_regression_term_is_not_masked_as_the_policy_term(make):
 
 @pytest.mark.parametrize(
     ("loss_type", "level", "bias_correction"),
-    [*itertools.product(LOSS_TYPES, LEVELS, [True]), ("grpo", "token", False), ("dapo", "sequence", False)],
+    [*((*loss, True) for loss in EVERY_LOSS), ("dapo", "sequence", False)],
 )
 def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, bias_correction):
     """β times k3, weighted with p̃/p and not with q/p: next to the projected policy term, none of it is projected."""
@@ -240,10 +221,9 @@ def test_the_loss_leaves_its_inputs_alone(make):
     tiny.assert_same_gradients(second[1], first[1], 0)
 
 
-@pytest.mark.parametrize("top_k", [2, 8])
-def test_a_rollout_starts_at_ratio_one(make, monkeypatch, top_k):
-    """Up to rounding, however much of the mass is outside the support."""
-    trainer = make(support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
+def test_a_rollout_starts_at_ratio_one(make, monkeypatch):
+    """Up to rounding, although much of the mass is outside the support."""
+    trainer = make(support_top_k=2, kl_bound=1e-4, loss_type="grpo")
     inputs = tiny.rollout(trainer)[0]
     steps: list[Any] = []
     monkeypatch.setattr(trainer.monitor, "observe", lambda step, *_: steps.append(step))

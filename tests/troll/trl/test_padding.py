@@ -44,9 +44,9 @@ def adapter(used: bool) -> LoraConfig | None:
     return LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear") if used else None
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
-@pytest.mark.parametrize("surrogate", ["troll", "clip"])
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "surrogate", "lora"), [("gpt2", "troll", False), ("gpt2", "troll", True), ("gpt_neo", "clip", True)]
+)
 def test_padded_prompts_are_scored_as_they_are_without_padding(make, tmp_path, kind, surrogate, lora):
     """By the old policy, by the reference, and in the update: read from the head, or scored by TRL."""
     settings = {"surrogate": surrogate, "temperature": TEMPERATURE, "beta": 0.1, "peft_config": adapter(lora)}

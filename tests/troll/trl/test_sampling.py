@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from tests.tolerance import within
 from tests.troll.trl import tiny, vision
 from tests.troll.trl.engine import Engine, take_the_place_of_vllm
-from troll.trl import TrollConfig, complete, sampling
+from troll.trl import complete, sampling
 from troll.trl.micro_batch import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 
@@ -37,7 +37,7 @@ OTHERS: dict[str, Any] = {
     "sequence_bias": [[[7], 3.0]],
     "min_new_tokens": 5,
     "min_length": 12,
-    "forced_bos_token_id": 7,
+    "forced_bos_token_id": 10,
     "forced_eos_token_id": 2,
     "exponential_decay_length_penalty": [1, 1.5],
     "guidance_scale": 1.5,
@@ -140,56 +140,70 @@ def model_with(file: dict[str, Any], architecture: str = "llama") -> Any:
     return model
 
 
-@pytest.mark.parametrize("by", ["field", "generation_kwargs"])
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_rollout_is_drawn_from_the_old_policy(make, name, by):
+def test_rollout_is_drawn_from_the_old_policy(make, name):
     settings, file = FOLLOWED[name]
-    settings = settings if by == "field" else {"generation_kwargs": settings}
     assert_drawn_from_old_policy(make(model=model_with(file), **WHOLE, **settings))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_only_the_file_sets_is_switched_off_for_rollouts(make, name):
-    model = model_with({name: OTHERS[name]})
+@pytest.mark.parametrize("name", ["all", "none", "integers", "neutral"])
+def test_generation_kwargs_become_fields(config, name):
+    """So the sampler is the same wherever they are from."""
+    settings, _ = FOLLOWED[name]
+    by_field, by_kwargs = config(**settings), config(generation_kwargs=settings)
+    assert {each: getattr(by_kwargs, each) for each in sampling.POLICY} == {
+        each: getattr(by_field, each) for each in sampling.POLICY
+    }
+    assert (by_kwargs.generation_kwargs or {}).keys() == settings.keys() - {*sampling.POLICY}
+
+
+def test_what_only_the_file_sets_is_switched_off_for_rollouts(make):
+    model = model_with(OTHERS)
     before = copy.deepcopy(model.generation_config)
-    with pytest.warns(UserWarning, match=f"from the model's generation_config.json: .*{name}=.* switched off"):
+    with pytest.warns(UserWarning, match="generation_config.json: .* switched off") as caught:
         trainer = make(model=model, **WHOLE)
+    (said,) = [text for warning in caught if "switched off" in (text := str(warning.message))]
+    assert [name for name in OTHERS if f"{name}=" not in said] == []
     assert_drawn_from_old_policy(trainer)
     before.pad_token_id = model.generation_config.pad_token_id  # which TRL sets
-    assert model.generation_config == before
-    assert getattr(model.generation_config, name) == getattr(before, name)
+    assert model.generation_config == before and model.generation_config.typical_p == OTHERS["typical_p"]
 
 
-@pytest.mark.parametrize("anchor", ["old", "rollout"])
-@pytest.mark.parametrize("name", [*OTHERS, "do_sample", "logit_bias", "min_tokens", "top_z"])
-def test_what_the_user_asks_for_and_the_old_policy_cannot_follow_is_refused(make, name, anchor):
+@pytest.mark.parametrize(
+    "name", [*OTHERS.keys() - {"suppress_tokens"}, "do_sample", "logit_bias", "min_tokens", "top_z"]
+)
+def test_a_setting_that_the_old_policy_cannot_follow_is_refused(config, name):
     value = OTHERS.get(name, False if name == "do_sample" else {3: 1.0} if name == "logit_bias" else 2)
     with pytest.raises(ValueError, match=rf"{name}=.* old policy .* (set {name}=|leave {name} out)"):
-        make(generation_kwargs={name: value}, anchor=anchor, rollout_func=own_rollout if anchor == "rollout" else None)
+        config(generation_kwargs={name: value})
 
 
-def test_penalty_of_a_field_is_refused_too(make):
+def test_a_penalty_by_a_field_is_refused_too(config):
     with pytest.raises(ValueError, match=r"repetition_penalty=1.05 .* set repetition_penalty=1.0"):
-        make(repetition_penalty=1.05)
+        config(repetition_penalty=1.05)
 
 
-@pytest.mark.parametrize("name", sampling.NEUTRAL)
-def test_neutral_values_are_left_alone(make, name):
-    for value in sampling.NEUTRAL[name]:
-        sampling.refuse_other_distributions({name: value})
-    sampling.refuse_other_distributions({name: None})
+@pytest.mark.parametrize("anchor", [{}, {"anchor": "rollout", "rollout_func": lambda *_: {}}], ids=["old", "rollout"])
+def test_suppressed_tokens_are_refused(make, anchor):
+    with pytest.raises(ValueError, match=r"suppress_tokens=.* set suppress_tokens=None"):
+        make(generation_kwargs={"suppress_tokens": [7, 8]}, **anchor)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, x) for name in sampling.NEUTRAL for x in sampling.NEUTRAL[name]])
+def test_neutral_values_are_left_alone(name, value):
+    assert not sampling.changes_distribution(name, value) and not sampling.changes_distribution(name, None)
 
 
 def test_neutral_values_are_left_alone_without_a_word(make):
     neutral = {"suppress_tokens": [], "begin_suppress_tokens": [], "typical_p": 1, "min_p": 0, "top_k": 0, "top_p": 1}
     with tiny.no_warnings_about("generation_config.json"):
-        make(model=model_with(neutral), top_k=None, top_p=None, generation_kwargs=neutral)
-        trainer = make(model=model_with(neutral), top_k=None, top_p=None)
-    assert_drawn_from_old_policy(make(model=model_with(neutral), **WHOLE))
+        trainer = make(model=model_with(neutral), top_k=None, top_p=None, generation_kwargs=neutral, **WHOLE)
+    assert_drawn_from_old_policy(trainer)
     assert trainer.args.truncation is None
 
 
-def test_every_setting_that_transformers_reads_for_its_processors_is_known_to_change_the_distribution():
+def test_every_setting_of_transformers_processors_is_known():
+    """To change the distribution."""
     names = set(GenerationMixin._get_logits_processor.__code__.co_names) & vars(GenerationConfig()).keys()
     harmless = {"max_length", "use_cache", "renormalize_logits", "remove_invalid_values"}
     assert names & sampling.INERT == harmless
@@ -273,12 +287,21 @@ def test_temperature_has_one_value_everywhere(make):
     assert trainer.temperature == trainer.args.temperature == trainer.generation_config.temperature == 0.6
     assert trainer.args.generation_kwargs == {"max_new_tokens": 4}
     assert trainer.generation_config.max_new_tokens == 4
-    with pytest.raises(ValueError, match="temperature must be a number"):
-        make(generation_kwargs={"temperature": None})
 
 
-@pytest.mark.parametrize("ends", [20, [7, 9]], ids=str)
-@pytest.mark.parametrize("by", ["generation_kwargs", "file"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"generation_kwargs": {"temperature": None}}, "temperature must be a number"),
+        ({"use_vllm": True, "temperature": 0.001}, r"temperature must be at least 0.01 with vLLM, .* got 0.001"),
+    ],
+)
+def test_a_temperature_that_no_policy_has_is_refused(config, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+@pytest.mark.parametrize(("ends", "by"), [(20, "generation_kwargs"), ([7, 9], "file")])
 def test_a_completion_ends_where_the_sampler_ends_it(make, ends, by):
     """What `generate` fills a row up with was not sampled."""
     given = {"eos_token_id": ends}
@@ -299,16 +322,16 @@ def test_settings_changed_after_the_trainer_was_made_are_refused(make, name, val
     setattr(trainer.generation_config, name, value)
     with pytest.raises(ValueError, match=f"{name}="):
         trainer.train()
-    trainer = make()
     trainer.generation_config = GenerationConfig(**{"do_sample": True, "max_new_tokens": 8, name: value})
     with pytest.raises(ValueError, match="old policy"):
-        trainer.train()
-    if name == "temperature":
-        trainer = make()
-        trainer.temperature = value
-        with pytest.raises(ValueError, match="old policy"):
-            trainer.train()
-    make(surrogate="clip").generation_config.top_p = 0.5
+        sampling.refuse_changes(trainer)
+
+
+def test_a_changed_temperature_of_the_trainer_is_refused(make):
+    trainer = make()
+    trainer.temperature = 0.6
+    with pytest.raises(ValueError, match=r"trainer.temperature was changed to temperature=0.6"):
+        sampling.refuse_changes(trainer)
 
 
 FILE_OF_TRL = {"min_p": 0.3, "no_repeat_ngram_size": 1}
@@ -339,12 +362,12 @@ def test_vision_models_suppress_their_placeholders(make, family):
         with tiny.no_warnings_about("generation_config.json"):
             trainer = make(model=model, **data, **settings)
         assert trainer.generation_config.suppress_tokens == [number]
-        tiny.rollout(trainer)
+    tiny.rollout(trainer)
     with pytest.raises(ValueError, match="suppress_tokens="):
         make(model=model, **data, generation_kwargs={"suppress_tokens": [number, 7]})
 
 
-def test_vllm_gets_every_setting_that_the_model_s_file_could_fill_in(make, monkeypatch):
+def test_vllm_gets_every_setting_that_a_file_could_fill_in(make, monkeypatch):
     take_the_place_of_vllm(monkeypatch, Engine())
     model = model_with({"min_p": 0.3, "top_k": 5, "typical_p": 0.5})
     trainer = make(model=model, use_vllm=True, vllm_mode="colocate", top_k=None, top_p=None, repetition_penalty=None)
@@ -352,11 +375,6 @@ def test_vllm_gets_every_setting_that_the_model_s_file_could_fill_in(make, monke
     found = engine.temperature, engine.top_k, engine.top_p, engine.min_p, engine.repetition_penalty
     assert found == (1.0, 0, 1.0, None, 1.0)  # TRL sends 0 for min_p
     assert trainer.args.truncation is None
-
-
-def test_vllm_s_least_temperature_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"temperature must be at least 0.01 with vLLM, .* got 0.001"):
-        TrollConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, temperature=0.001)
 
 
 def test_processor_without_a_setting_is_refused(make, monkeypatch):

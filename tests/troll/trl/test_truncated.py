@@ -52,8 +52,7 @@ def on_kept_tokens(new: Tensor, old: Tensor, kept: list[int], sampled: int, args
     return replace(one, regression=one.regression + dense.token(new_mass, old_mass, 0, args).regression)
 
 
-@pytest.mark.parametrize("pull", ["projection", "proximal"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(("sampler", "pull"), [*((each, "projection") for each in SAMPLERS), ("top-p", "proximal")])
 def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
     moved = dense.Moved(make, kl_bound=0.02, pull=pull, temperature=0.8, support_top_k=4, **SAMPLERS[sampler])
     everything = copy.copy(moved.args)
@@ -71,9 +70,9 @@ def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
     assert float(moved.trainer.monitor.tally.totals["projected_fraction"][0]) == projected
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
-    moved = dense.Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **SAMPLERS[sampler])
+def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make):
+    settings = SAMPLERS["all three"]
+    moved = dense.Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **settings)
     for inputs, old in moved.batches:
         kept = kept_tokens(old, moved.args)
         policies = [restricted_log_probs(logits, kept, inputs) for logits in (moved.logits(inputs), old)]
@@ -84,12 +83,12 @@ def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
         moved.assert_loss(inputs, torch.cat(values).mean(), tiny.LOG_PROB_ERROR)
 
 
-@pytest.mark.parametrize("surrogate", ["troll", "regression", "kl_penalty", "cispo", "clip", "none"])
-def test_equal_policies_have_ratio_one_with_every_kind_of_surrogate(make, surrogate):
+@pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])
+def test_equal_truncated_policies_have_ratio_one(make, surrogate):
     assert_equal_truncated_policies_have_ratio_one(make, surrogate)
 
 
-@pytest.mark.parametrize("surrogate", ["troll", "clip", "cispo"])
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
 def test_reference_kl_is_of_the_whole_policies(make, surrogate):
     settings = {"surrogate": surrogate, "truncated_ratio": True, "use_bias_correction_kl": False, "top_p": 0.8}
     moved = dense.Moved(make, beta=0.5, **settings)
@@ -134,14 +133,13 @@ def test_off_policy_mask_compares_the_truncated_policies(make):
 
 
 def test_training_logs_the_kept_mass_and_no_added_tokens(make):
-    trainer = make(top_p=0.8, max_steps=4)
+    trainer = make(top_p=0.8)
     trainer.train()
     masses = tiny.logged(trainer, "trust_region/kept_mass")
     assert len(masses) == 4 and all(0.5 < mass < 1 for mass in masses)
     assert all(0 < mass < 0.2 for mass in tiny.logged(trainer, "trust_region/tail_mass"))  # what the sampler cut
     # Sampling in batches may round a token over the edge of the kept set; not several.
     assert max(tiny.logged(trainer, "sampling/added_fraction")) <= 0.05
-    assert "trust_region/kept_mass" not in make(max_steps=1).train().metrics
 
 
 @pytest.mark.parametrize(("top_k", "impossible"), [(3, -math.inf), (3, -9999.0), (8, -math.inf)])
@@ -157,14 +155,6 @@ def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k, impossible):
         )
     )
     assert all(log["trust_region/support_size"] == top_k for log in logs)
-
-
-def test_tokens_without_a_report_are_left_out_of_a_kept_set_too(make):
-    trainer = make(rollout_func=RolloutFunc(Engine(top_k=3, unknown=3)), anchor="rollout", top_k=3, support_top_k=8)
-    trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert losses and all(map(math.isfinite, losses))
-    assert trainer.state.log_history[0]["trust_region/support_size"] == 3
 
 
 def test_engine_that_keeps_more_than_it_reports_is_refused(make):

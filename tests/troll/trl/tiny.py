@@ -123,7 +123,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token * 7 % 11 for token in ids) / 11 / len(ids) for ids in completion_ids]
 
 
-#: Eight updates per rollout of two groups of four.
+#: Two updates per rollout of two groups of four.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 4,
@@ -142,6 +142,11 @@ DEFAULTS: dict[str, Any] = {
     "gradient_checkpointing": False,
     "seed": 7,
 }
+
+
+def config(folder: Path, **given: Any) -> TrollConfig:
+    """A configuration that is not that of the tests' trainers: on a CPU, and else with the defaults."""
+    return TrollConfig(**{"output_dir": str(folder), "report_to": "none", "use_cpu": True, "bf16": False, **given})
 
 
 #: Of a trainer, without its configuration and its model.
