@@ -208,7 +208,7 @@ def test_other_settings_in_a_folder_are_refused(settings, tiny_model, tmp_path, 
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_other_weights_of_a_model_are_refused(settings, finished, tiny_model, tmp_path):
+def test_other_weights_of_a_model_are_refused(settings, finished):
     path = finished / "settings.json"
     path.write_text(path.read_text().replace('"model_fingerprint": "', '"model_fingerprint": "0'))
     with pytest.raises(EvaluationError, match="model_fingerprint"):
@@ -240,15 +240,12 @@ def test_task_has_results_as_soon_as_it_is_done(settings, letters, console, monk
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_mistakes_are_found_before_weights_are_loaded(settings, tmp_path, monkeypatch):
+def test_mistakes_are_found_before_weights_are_loaded(settings, monkeypatch):
     with pytest.raises(EvaluationError, match=r"of the model's 1024 for a completion, and max_new_tokens is 1000"):
         evaluate(settings(max_new_tokens=1000))
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(EvaluationError, match="backend vllm needs the package vllm: use"):
         evaluate(settings(backend="vllm"))
-    (tmp_path / "file").touch()
-    with pytest.raises(EvaluationError, match="is not empty and holds no evaluation"):
-        evaluate(settings(output_dir=tmp_path))
 
 
 def test_context_bounds_completions_by_default(settings: Settings) -> None:

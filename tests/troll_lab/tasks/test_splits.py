@@ -52,7 +52,7 @@ def test_json_objects_may_stand_anyhow(tmp_path, text):
     assert (train.features, test.values("other")) == ({"text": None, "other": None}, [1])
 
 
-def test_one_file_holds_out_its_end(write, hub):
+def test_one_file_holds_out_its_end(write):
     path = write("rows.jsonl", texts(10))
     assert splits(path, 3) == ["0123456", "789"]
     _, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name", {}))
