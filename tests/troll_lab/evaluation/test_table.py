@@ -1,6 +1,6 @@
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def test_table_is_as_wide_as_a_file_needs(settings: Callable[..., EvaluationConf
     assert "25.0" in text
 
 
-def progress_of(name: str, *parts: list[float | None], terminal: bool = False) -> str:
+def progress_of(name: str, *parts: Sequence[float | None], terminal: bool = False) -> str:
     """The progress of batches with these scores, of which the first is from an earlier command."""
     console = Console(record=True, file=io.StringIO(), width=100, force_terminal=terminal)
     before, *batches = [[{"score": score} for score in part] for part in parts]

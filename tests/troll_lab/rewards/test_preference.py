@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -5,7 +7,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 from troll_lab.rewards.preference import load_reward_model
 
-SIZES = {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
+SIZES: dict[str, Any] = {
+    "vocab_size": 3,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+}
 SIZES |= {"num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": 0}
 
 
