@@ -19,7 +19,7 @@ SIZES |= {"num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": 0}
 
 def save(folder, kind=Qwen3ForSequenceClassification, *, labels=1, template=None, pad="<pad>"):
     """Writes a tiny reward model, or another model, and returns its folder as text."""
-    kind(Qwen3Config(**SIZES, num_labels=labels)).save_pretrained(folder)
+    kind(Qwen3Config(**SIZES | {"num_labels": labels})).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "b": 2}, unk_token="b"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, chat_template=template)
