@@ -1,3 +1,4 @@
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,17 +19,17 @@ def console() -> Console:
     return Console(record=True, width=120)
 
 
+def small_evaluation(model: Path, folder: Path, /, **changed: Any) -> EvaluationConfig:
+    """Settings of an evaluation of seconds, of which any can be changed."""
+    chain_sum = TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=5)
+    defaults: dict[str, Any] = {"samples": 3, "max_new_tokens": 6, "batch_size": 4, "output_dir": folder}
+    return EvaluationConfig(**(defaults | {"model": str(model), "tasks": [chain_sum]} | changed))
+
+
 @pytest.fixture
 def settings(tiny_model: Path, tmp_path: Path) -> Callable[..., EvaluationConfig]:  # noqa: F811
-    """Settings of an evaluation of seconds into `tmp_path / "out"`, of which any can be changed."""
-
-    def make(**changed: Any) -> EvaluationConfig:
-        chain_sum = TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=5)
-        defaults: dict[str, Any] = {"samples": 3, "max_new_tokens": 6, "batch_size": 4, "output_dir": tmp_path / "out"}
-        defaults |= {"model": str(tiny_model), "tasks": [chain_sum]}
-        return EvaluationConfig(**(defaults | changed))
-
-    return make
+    """`small_evaluation` into `tmp_path / "out"`."""
+    return functools.partial(small_evaluation, tiny_model, tmp_path / "out")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -19,22 +19,30 @@ def configured(trained: TrainingTask | None = None, **changed: Any) -> Evaluatio
     return configuration(Namespace(**typed), trained)
 
 
-def test_one_task_takes_a_path_as_it_is() -> None:
-    assert by_task("dataset_path", ["data=1/x"], ["gsm8k"]) == {"gsm8k": "data=1/x"}
-    assert by_task("dataset_path", ["gsm8k=data"], ["gsm8k"]) == {"gsm8k": "data"}
-    assert by_task("dataset_path", [], ["gsm8k", "math"]) == {}
+@pytest.mark.parametrize(
+    ("values", "tasks", "found"),
+    [
+        (["data=1/x"], ["gsm8k"], {"gsm8k": "data=1/x"}),
+        (["gsm8k=data"], ["gsm8k"], {"gsm8k": "data"}),
+        ([], ["gsm8k", "math"], {}),
+        (["math=a", "r:x={}"], ["gsm8k", "r:x", "math"], {"math": "a", "r:x": "{}"}),
+    ],
+)
+def test_by_task_gives_each_task_its_value(values: list[str], tasks: list[str], found: dict[str, str]) -> None:
+    assert by_task("dataset_path", values, tasks) == found
 
 
-def test_several_tasks_take_a_value_each() -> None:
-    tasks = ["gsm8k", "reasoning_gym:chain_sum", "math"]
-    values = ["math=a", 'reasoning_gym:chain_sum={"max_terms": 3}']
-    assert by_task("x", values, tasks) == {"math": "a", "reasoning_gym:chain_sum": '{"max_terms": 3}'}
-    with pytest.raises(EvaluationError, match=r"x data does not belong to a task: write --x gsm8k=\.\.\. reasoning_"):
-        by_task("x", ["data"], tasks)
-    with pytest.raises(EvaluationError, match="given twice for math"):
-        by_task("x", ["math=a", "math=b"], tasks)
-    with pytest.raises(EvaluationError, match="does not belong to a task"):
-        by_task("x", ["a", "b"], ["math"])
+@pytest.mark.parametrize(
+    ("values", "tasks", "message"),
+    [
+        (["data"], ["gsm8k", "math"], r"x data does not belong to a task: write --x gsm8k=\.\.\. math=\.\.\."),
+        (["math=a", "math=b"], ["gsm8k", "math"], "given twice for math"),
+        (["a", "b"], ["math"], "does not belong to a task"),
+    ],
+)
+def test_by_task_refuses(values: list[str], tasks: list[str], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        by_task("x", values, tasks)
 
 
 TRAINED = TrainingTask(
@@ -48,7 +56,7 @@ TRAINED = TrainingTask(
 
 def test_options_become_settings() -> None:
     config = configured(
-        task=["gsm8k", "reasoning_gym:chain_sum"],
+        task=["gsm8k", "reasoning_gym:chain_sum", "own.py", "own.yaml"],
         dataset_path=["gsm8k=data"],
         task_options=['reasoning_gym:chain_sum={"max_terms": 3}'],
         eval_size=7,
@@ -57,16 +65,19 @@ def test_options_become_settings() -> None:
         chat_template_kwargs='{"enable_thinking": false}',
         output_dir=Path("out"),
     )
-    first, second = config.tasks
-    assert (first.task, first.dataset_path, first.options, first.eval_size) == ("gsm8k", "data", {}, 7)
-    assert (second.dataset_path, second.options, second.eval_size) == (None, {"max_terms": 3}, 7)
+    assert config.tasks == [
+        TaskConfig("gsm8k", "data", {}, train_size=1, eval_size=7),
+        TaskConfig("reasoning_gym:chain_sum", task_options={"max_terms": 3}, train_size=1, eval_size=7),
+        TaskConfig("own.py", task_options={}, eval_size=7),  # files are loaded as for training
+        TaskConfig("own.yaml", task_options={}, eval_size=7),
+    ]
     assert (config.samples, config.resolved_ks, config.resolved_temperature) == (4, [1, 2], 1.0)
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert config.folder == Path("out")
     assert configured().tasks[0].eval_size is None
 
 
-def test_a_model_brings_the_settings_of_its_own_task() -> None:
+def test_model_brings_the_settings_of_its_training() -> None:
     for names in (None, ["math"]):
         config = configured(TRAINED, task=names)
         (task,) = config.tasks
@@ -111,7 +122,7 @@ def test_null_removes_a_setting_of_the_training() -> None:
     ]
 
 
-def test_other_tasks_have_the_variables_of_the_chat_template_and_nothing_else() -> None:
+def test_other_tasks_get_only_chat_template_variables() -> None:
     config = configured(TRAINED, task=["gsm8k", "reasoning_gym:chain_sum"])
     assert [(task.dataset_path, task.options, task.eval_size) for task in config.tasks] == [(None, {}, None)] * 2
     assert config.chat_template_kwargs == {"enable_thinking": False}
@@ -124,14 +135,14 @@ def test_other_tasks_have_the_variables_of_the_chat_template_and_nothing_else() 
     assert second.startswith("reasoning_gym:chain_sum is not prompted")
 
 
-def test_the_prompt_of_one_task_is_not_expected_of_another() -> None:
+def test_prompt_of_one_task_is_not_expected_of_another() -> None:
     trained = TrainingTask("reasoning_gym:chain_sum", None, {"prompt": "{expression} =", "max_terms": 3}, 8, {})
     config = configured(trained, task=["gsm8k"])
     assert other_prompts(config, trained) == []
     assert as_in_training(config, trained) is None
 
 
-def test_a_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trained = TrainingTask.of(TaskConfig("own.py:8", dataset_path="rows.jsonl", eval_size=4), None)
     for names in (None, ["./own.py:8"], [f"{tmp_path}/own.py:8"]):
@@ -140,29 +151,16 @@ def test_a_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: py
     assert configured(trained, task=["own.py:9"]).tasks[0].dataset_path is None
 
 
-def test_files_are_loaded_as_for_training() -> None:
-    tasks = configured(task=["gsm8k", "own.py", "own.yaml"]).tasks
-    assert [task.train_size for task in tasks] == [1, None, None]
-
-
 @pytest.mark.parametrize(
     ("changed", "trained", "message"),
     [
-        (
-            {"task": None, "task_options": ["{}"]},
-            None,
-            "there is no folder .*: check the path; for a model on the hub, name a task with --task",
-        ),
-        (
-            {"task": None},
-            TrainingTask(None, None, {}, None, {}),
-            "was trained on a task of another machine: name a task",
-        ),
+        ({"task": None, "task_options": ["{}"]}, None, "there is no folder .*; for a model on the hub, .* --task"),
+        ({"task": None}, TrainingTask(None, None, {}, None, {}), "on a task of another machine: name a task"),
         ({"chat_template_kwargs": "[1]"}, None, "chat_template_kwargs must be a JSON object"),
         ({"chat_template_kwargs": "{"}, None, "chat_template_kwargs is not valid JSON"),
-        ({"task_options": ["{"]}, None, "not valid JSON"),
+        ({"task_options": ["{"]}, None, "task_options is not valid JSON"),
     ],
 )
-def test_mistakes_are_refused(changed: dict[str, Any], trained: TrainingTask | None, message: str) -> None:
+def test_configuration_refuses(changed: dict[str, Any], trained: TrainingTask | None, message: str) -> None:
     with pytest.raises((EvaluationError, TaskError), match=message):
         configured(trained, **changed)

@@ -28,12 +28,12 @@ from troll_lab.tasks import TaskConfig
         ({"tasks": [TaskConfig(task="gsm8k"), TaskConfig(task="gsm8k")]}, "task gsm8k is named 2 times"),
     ],
 )
-def test_mistakes_are_found_at_once(settings, changed, message):
+def test_evaluation_config_refuses(settings, changed, message):
     with pytest.raises(EvaluationError, match=message):
         settings(**changed)
 
 
-def test_config_defaults(settings: Callable[..., EvaluationConfig]) -> None:
+def test_evaluation_config_has_defaults(settings: Callable[..., EvaluationConfig]) -> None:
     assert settings(samples=1).resolved_temperature == 0
     assert settings(samples=2).resolved_temperature == 1
     assert settings(samples=1, temperature=0.5).resolved_temperature == 0.5
@@ -41,5 +41,4 @@ def test_config_defaults(settings: Callable[..., EvaluationConfig]) -> None:
     assert settings(ks=[3, 2, 2]).resolved_ks == [2, 3]
     assert settings(model="org/name", output_dir=None).folder == Path("runs/eval-org-name")
     assert settings(model="./runs/demo/", output_dir=None).folder == Path("runs/eval-runs-demo")
-    assert slug("reasoning_gym:chain_sum") == "reasoning_gym-chain_sum"
-    assert slug("my/tasks.yaml") == "my-tasks.yaml"
+    assert [slug("reasoning_gym:chain_sum"), slug("my/tasks.yaml")] == ["reasoning_gym-chain_sum", "my-tasks.yaml"]

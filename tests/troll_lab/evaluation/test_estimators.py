@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from scipy import special, stats
+from scipy import stats
 
 from troll.grading import Verdict
 from troll_lab.evaluation.estimators import (
@@ -19,9 +19,11 @@ from troll_lab.evaluation.estimators import (
     wilson_interval,
 )
 
+VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=50)
+
 
 @pytest.mark.parametrize("samples", range(1, 8))
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_success(samples: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples: int) -> None:
     for successes in range(samples + 1):
         outcomes = [True] * successes + [False] * (samples - successes)
         for k in range(1, samples + 1):
@@ -30,29 +32,12 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_success(samples: int) -> 
 
 
 @given(st.data())
-def test_pass_at_k_for_many_completions(data: st.DataObject) -> None:
+def test_pass_at_k_of_many_completions_is_exact(data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, 5000))
     successes = data.draw(st.integers(0, samples))
     k = data.draw(st.integers(1, samples))
-    value = pass_at_k(samples, successes, k)
-    assert 0 <= value <= 1
     exact = 1 - math.comb(samples - successes, k) / math.comb(samples, k)
-    assert value == pytest.approx(exact, abs=1e-12)
-    logs = [special.gammaln(x + 1) for x in (samples - successes, samples - k, samples - successes - k, samples)]
-    if samples - successes >= k:
-        assert value == pytest.approx(1 - math.exp(logs[0] + logs[1] - logs[2] - logs[3]), abs=1e-7)
-    if k < samples:
-        assert value <= pass_at_k(samples, successes, k + 1) + 1e-12
-    assert pass_at_k(samples, successes, 1) == pytest.approx(successes / samples)
-
-
-def test_pass_at_k_has_no_bias() -> None:
-    chance, samples, k = 0.3, 6, 4
-    expected = sum(
-        stats.binom.pmf(successes, samples, chance) * pass_at_k(samples, successes, k)
-        for successes in range(samples + 1)
-    )
-    assert expected == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
+    assert pass_at_k(samples, successes, k) == pytest.approx(exact, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +58,7 @@ def test_majority_vote(answers: list[str | None], successes: list[bool], expecte
     assert majority_vote(answers, successes) == pytest.approx(expected)
 
 
-def test_answers_that_are_the_same_vote_together() -> None:
+def test_equal_answers_vote_together_and_are_compared_once() -> None:
     asked: list[tuple[str, str]] = []
 
     def same(first: str, second: str) -> bool:
@@ -97,14 +82,12 @@ def test_majority_vote_by_brute_force(votes: list[tuple[str | None, bool]]) -> N
             classes.setdefault(int(answer), []).append(success)
     largest = max(map(len, classes.values()), default=0)
     expected = [fmean(members) for members in classes.values() if len(members) == largest]
-    value = majority_vote(
-        [answer for answer, _ in votes], [success for _, success in votes], lambda a, b: int(a) == int(b)
-    )
+    answers, successes = [answer for answer, _ in votes], [success for _, success in votes]
+    value = majority_vote(answers, successes, lambda first, second: int(first) == int(second))
     assert value == pytest.approx(fmean(expected) if expected else 0.0)
-    assert 0 <= value <= 1
 
 
-def test_a_relation_that_is_not_transitive_joins_by_frequency() -> None:
+def test_relation_that_is_not_transitive_joins_by_frequency() -> None:
     answers, successes = ["b"] + ["a"] * 3 + ["c"] * 2, [True] + [False] * 3 + [True] * 2
     # a and c are not the same, and b is the same as both: it joins a, which is more frequent.
     assert majority_vote(answers, successes, lambda first, second: "b" in (first, second)) == 0.25
@@ -117,30 +100,24 @@ def test_wilson_interval_is_scipys(size: int, data: st.DataObject) -> None:
     assert wilson_interval(successes / size, size) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=200), st.integers(1, 64))
-def test_with_values_of_0_and_1_the_interval_is_wilsons(outcomes: list[bool], samples: int) -> None:
-    values = [float(outcome) for outcome in outcomes]
-    expected = wilson_interval(fmean(values), len(values))
-    assert clustered_interval(values, samples) == pytest.approx(expected, abs=1e-9)
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=50), st.integers(1, 64))
-def test_the_interval_holds_the_mean_and_has_a_width(values: list[float], samples: int) -> None:
-    low, high = clustered_interval(values, samples)
-    assert 0 <= low <= fmean(values) + 1e-12
-    assert fmean(values) - 1e-12 <= high <= 1
-    assert high - low > 0
-    assert wilson_interval(min(1.0, fmean(values)), len(values))[1] >= high - 1e-9, "never wider than of one completion"
-
-
-def test_for_many_problems_the_interval_is_the_normal_one() -> None:
-    values = (np.random.default_rng(0).binomial(8, 0.4, size=5000) / 8).tolist()
-    half = 1.959964 * np.std(values) / math.sqrt(len(values))
-    assert clustered_interval(values, 8) == pytest.approx((fmean(values) - half, fmean(values) + half), abs=1e-4)
+@given(VALUES | st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=200), st.integers(1, 64), st.data())
+def test_interval_is_wilsons_with_the_effective_size(values: list[float], samples: int, data: st.DataObject) -> None:
+    questions = data.draw(st.lists(st.integers(0, 9), min_size=len(values), max_size=len(values)) | st.none())
+    asked = np.arange(len(values)) if questions is None else np.array(questions)
+    mean, count = float(np.mean(values)), len(set(asked.tolist()))
+    variance = (
+        sum(np.sum(np.array(values)[asked == each] - mean) ** 2 for each in set(asked.tolist())) / len(values) ** 2
+    )
+    assume(mean in (0, 1) or variance > 1e-12)
+    most = len(values) * samples
+    size = count if mean in (0, 1) else min(most, max(count, mean * (1 - mean) / variance))
+    low, high = clustered_interval(values, samples, questions)
+    assert (low, high) == pytest.approx(wilson_interval(mean, size), abs=1e-9)
+    assert 0 <= low < high <= 1
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.3, 0.7), (2.0, 2.0), (50.0, 50.0)])
-def test_the_interval_covers_the_mean_of_the_population(first: float, second: float) -> None:
+def test_interval_covers_the_mean_of_the_population(first: float, second: float) -> None:
     """30 problems whose chance of success is drawn from a beta distribution, 8 completions each."""
     random, hits, trials = np.random.default_rng(0), 0, 1000
     for _ in range(trials):
@@ -150,21 +127,7 @@ def test_the_interval_covers_the_mean_of_the_population(first: float, second: fl
     assert 0.92 < hits / trials < 0.98
 
 
-def test_completions_say_no_more_than_independent_ones() -> None:
-    values = [0.25] * 8 + [0.26] * 8
-    assert clustered_interval(values, 4) == pytest.approx(wilson_interval(0.255, 64))
-    assert clustered_interval([0.5] * 16, 4) == pytest.approx(wilson_interval(0.5, 64))
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 5))
-def test_a_question_asked_several_times_counts_as_one(values: list[float], times: int) -> None:
-    again = clustered_interval(values * times, 1, list(range(len(values))) * times)
-    assert again[1] - again[0] >= clustered_interval(values, times)[1] - clustered_interval(values, times)[0] - 1e-9
-    if not any(0 < value < 1 for value in values):
-        assert again == pytest.approx(wilson_interval(fmean(values), len(values)), abs=1e-9)
-
-
-def test_the_interval_over_questions_covers_the_mean_of_the_population() -> None:
+def test_interval_over_questions_covers_the_mean() -> None:
     """150 questions, of which one in five is easy and asked four times, with chances that vary among the questions."""
     random, hits, trials = np.random.default_rng(1), 0, 1000
     for _ in range(trials):
@@ -177,84 +140,76 @@ def test_the_interval_over_questions_covers_the_mean_of_the_population() -> None
     assert 0.92 < hits / trials < 0.98
 
 
-def test_task_estimates_has_intervals_over_questions() -> None:
-    right, wrong = [verdict(1.0)], [verdict(0.0)]
-    found = task_estimates([right, right, wrong, wrong], questions=["a", "a", "b", "b"])["pass@1"]
-    assert (found.value, found.interval) == (0.5, pytest.approx(wilson_interval(0.5, 2)))
+@pytest.mark.parametrize(("values", "mean"), [([0.25] * 8 + [0.26] * 8, 0.255), ([0.5] * 16, 0.5)])
+def test_completions_count_as_independent_ones_at_most(values: list[float], mean: float) -> None:
+    assert clustered_interval(values, 4) == pytest.approx(wilson_interval(mean, 64))
 
 
 def verdict(score: float | None, answer: str | None = None) -> Verdict:
     return Verdict(score, answer, "")
 
 
+def equal(first: str, second: str) -> bool:
+    return float(first) == float(second)
+
+
 def values(problems: list[list[Verdict]], ks: list[int] | None = None, **more: Any) -> dict[str, float]:
     return {name: estimate.value for name, estimate in task_estimates(problems, ks, **more).items()}
 
 
+RIGHT, WRONG, UNSCORED = verdict(1.0, "1"), verdict(0.0, "2"), verdict(None, "4")
 PROBLEMS = [
     [verdict(1.0, "4"), verdict(0.0, "5"), verdict(1.0, "4"), verdict(0.5)],
     [verdict(0.0, "1"), verdict(0.0, "2"), verdict(0.0, "1.0"), verdict(1.0, "3")],
 ]
 
 
-def equal(first: str, second: str) -> bool:
-    return float(first) == float(second)
-
-
-def test_task_estimates_gives_every_metric() -> None:
+def test_task_estimates_has_every_metric() -> None:
     metrics = values(PROBLEMS, [4, 2, 2, 1], same=equal)
     assert list(metrics) == ["pass@1", "pass@2", "pass@4", "mean@4", "maj@4"]
-    assert metrics["pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
-    assert metrics["pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
-    assert metrics["pass@4"] == 1.0
-    assert metrics["mean@4"] == pytest.approx((2.5 / 4 + 1 / 4) / 2)
-    assert metrics["maj@4"] == pytest.approx(0.5)
-
-
-def test_task_estimates_measures_pass_at_1_and_n_by_default() -> None:
+    expected = [(2 / 4 + 1 / 4) / 2, (5 / 6 + 3 / 6) / 2, 1.0, (2.5 / 4 + 1 / 4) / 2, 0.5]
+    assert list(metrics.values()) == pytest.approx(expected)
     assert list(values(PROBLEMS)) == ["pass@1", "pass@4", "mean@4"]
-    alone = [[verdict(1.0, "1")], [verdict(0.0, "2")]]
-    assert values(alone, same=equal) == {"pass@1": 0.5, "mean@1": 0.5}
+    assert values([[RIGHT], [WRONG]], same=equal) == {"pass@1": 0.5, "mean@1": 0.5}
 
 
-def test_task_estimates_has_intervals_over_problems() -> None:
-    alone = [[verdict(float(index % 4 == 0))] for index in range(40)]
-    assert task_estimates(alone)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
-    copied = [problem * 8 for problem in alone]
-    # Copies of a completion say nothing new about the model.
-    assert task_estimates(copied)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
+@pytest.mark.parametrize(
+    ("problems", "questions", "interval"),
+    [
+        ([[RIGHT]] * 10 + [[WRONG]] * 30, None, (0.25, 40)),
+        ([[RIGHT] * 8] * 10 + [[WRONG] * 8] * 30, None, (0.25, 40)),  # copies say nothing new
+        ([[RIGHT], [RIGHT], [WRONG], [WRONG]], ["a", "a", "b", "b"], (0.5, 2)),
+    ],
+)
+def test_task_estimates_has_intervals_over_questions(
+    problems: list[list[Verdict]], questions: list[str] | None, interval: tuple[float, int]
+) -> None:
+    found = task_estimates(problems, questions=questions)["pass@1"]
+    assert found.interval == pytest.approx(wilson_interval(*interval))
 
 
 def test_task_estimates_leaves_out_unscored_completions() -> None:
-    unscored = verdict(None, "4")
     problems = [
-        [verdict(1.0, "4"), unscored, verdict(0.0, "5"), unscored],
-        [unscored, unscored, unscored, verdict(0.5)],
-        [unscored] * 4,
+        [verdict(1.0, "4"), UNSCORED, verdict(0.0, "5"), UNSCORED],
+        [UNSCORED, UNSCORED, UNSCORED, verdict(0.5)],
+        [UNSCORED] * 4,
         PROBLEMS[1],
     ]
     metrics = values(problems, [1, 2, 4], same=equal)
-    assert metrics["pass@1"] == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
-    assert metrics["pass@2"] == pytest.approx((1 + 3 / 6) / 2)  # of one completion there are no two
-    assert metrics["pass@4"] == 1.0
-    assert metrics["mean@4"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
-    assert metrics["maj@4"] == pytest.approx((1 / 2 + 0 + 0) / 3)
-    estimate = task_estimates(problems, [1])["pass@1"]
-    assert estimate.interval == clustered_interval([1 / 2, 0, 1 / 4], 1)
-    assert task_estimates([[unscored] * 4], same=equal) == {}
-    without = [[each for each in problem if each.score is not None] for problem in problems[:1]]
-    assert values(problems[:1], [1, 2]) == pytest.approx(
-        {"mean@4" if name == "mean@2" else name: value for name, value in values(without, [1, 2]).items()}
-    )
+    # Of one completion there are no two.
+    expected = [(1 / 2 + 0 + 1 / 4) / 3, (1 + 3 / 6) / 2, 1.0, (1 / 2 + 1 / 2 + 1 / 4) / 3, (1 / 2 + 0 + 0) / 3]
+    assert metrics == pytest.approx(dict(zip(["pass@1", "pass@2", "pass@4", "mean@4", "maj@4"], expected, strict=True)))
+    assert task_estimates(problems, [1])["pass@1"].interval == clustered_interval([1 / 2, 0, 1 / 4], 1)
+    assert task_estimates([[UNSCORED] * 4], same=equal) == {}
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pass_at_k(4, 5, 1), "must be between"),
-        (lambda: pass_at_k(4, -1, 1), "must be between"),
-        (lambda: pass_at_k(4, 2, 5), "must be between"),
-        (lambda: pass_at_k(4, 2, 0), "must be between"),
+        (lambda: pass_at_k(4, 5, 1), "successes must be between"),
+        (lambda: pass_at_k(4, -1, 1), "successes must be between"),
+        (lambda: pass_at_k(4, 2, 5), "k must be between"),
+        (lambda: pass_at_k(4, 2, 0), "k must be between"),
         (lambda: majority_vote(["1"], [True, False]), "one length, got 1 and 2"),
         (lambda: clustered_interval([0.0, 1.0], 1, ["a"]), "one length, got 2 and 1"),
         (lambda: clustered_interval([], 1), "at least one problem"),
@@ -265,6 +220,6 @@ def test_task_estimates_leaves_out_unscored_completions() -> None:
         (lambda: task_estimates(PROBLEMS, [0]), "k must be between 1 and samples=4, got 0"),
     ],
 )
-def test_what_cannot_be_estimated_is_refused(call: Callable[[], object], message: str) -> None:
+def test_estimators_refuse(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

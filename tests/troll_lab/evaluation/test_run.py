@@ -1,5 +1,5 @@
+import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import troll_lab.evaluation
 from tests.troll.trl.tiny import adapted
-from tests.troll_lab.evaluation.conftest import read_lines
+from tests.troll_lab.evaluation.conftest import read_lines, small_evaluation
 from troll.grading import Verdict
 from troll_lab.evaluation import run as module
 from troll_lab.evaluation.config import EvaluationConfig, EvaluationError
@@ -37,13 +37,6 @@ def without_times(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def generated(config: EvaluationConfig, console: Console) -> bytes:
-    """The file of generations that an evaluation of one task leaves."""
-    assert evaluate(config, console)
-    (file,) = (config.folder / "generations").iterdir()
-    return file.read_bytes()
-
-
 class Scripted:
     batch_size = 4
 
@@ -55,42 +48,39 @@ class Scripted:
         return [Generation(self.texts.pop(0), 3, True) for _ in prompts]
 
 
-def test_an_evaluation_leaves_every_generation_with_its_verdict(settings, capsys):
+def test_evaluate_leaves_every_generation_with_its_verdict(settings, capsys):
     config = settings()
     assert troll_lab.evaluation.evaluate(config)  # prints where Python prints unless told otherwise
+    assert "reasoning_gym:chain_sum" in capsys.readouterr().out
     results = results_of(config.folder)
     assert results["status"] == "finished"
+    assert results["settings"]["temperature"] == 1.0
+    assert results["settings"]["tasks"]["reasoning_gym:chain_sum"]["problems"] == 5
     one = results["tasks"]["reasoning_gym:chain_sum"]
     records = read_lines(config.folder / one["generations"])
     assert len(records) == one["completions"] == 15
+    assert {(record["problem"], record["sample"]) for record in records} == {(p, s) for p in range(5) for s in range(3)}
     for problem in range(5):
         assert len({record["completion"] for record in records if record["problem"] == problem}) > 1
-    assert {(record["problem"], record["sample"]) for record in records} == {(p, s) for p in range(5) for s in range(3)}
     assert all(0 < record["tokens"] <= 6 for record in records)
     assert one["tokens"] == pytest.approx(sum(record["tokens"] for record in records) / 15)
     assert one["finished"] == pytest.approx(sum(record["finished"] for record in records) / 15)
     assert set(one["metrics"]) == set(one["intervals"]) == {"pass@1", "pass@3", "mean@3"}
-    assert results["settings"]["temperature"] == 1.0
-    assert results["settings"]["tasks"]["reasoning_gym:chain_sum"]["problems"] == 5
-    assert "reasoning_gym:chain_sum" in capsys.readouterr().out
 
 
-def test_the_numbers_are_those_of_the_verdicts(settings, letters, console, monkeypatch):
-    # Three of each of four problems, whose answers are a, b, c and d.
-    texts = ["A", "a", "b", "b", "c", "", "a", "a", "c", "", "", ""]
+def script(monkeypatch, *texts):
+    """Makes the completions of the next evaluation these texts."""
     monkeypatch.setattr(module._Evaluation, "_load_generator", lambda self: Scripted(texts))
+
+
+def test_results_are_those_of_the_verdicts(settings, letters, console, monkeypatch):
+    # Three of each of four problems, whose answers are a, b, c and d.
+    script(monkeypatch, "A", "a", "b", "b", "c", "", "a", "a", "c", "", "", "")
     config = settings(tasks=[letters], ks=[1, 2, 3])
     assert evaluate(config, console)
     one = results_of(config.folder)["tasks"]["letters"]
-    assert one["metrics"] == pytest.approx(
-        {
-            "pass@1": (2 / 3 + 1 / 3 + 1 / 3 + 0) / 4,
-            "pass@2": (1 + 2 / 3 + 2 / 3 + 0) / 4,
-            "pass@3": 3 / 4,
-            "mean@3": 1 / 3,
-            "maj@3": (1 + 0.5 + 0 + 0) / 4,
-        }
-    )
+    pass_at = {"pass@1": (2 / 3 + 1 / 3 + 1 / 3) / 4, "pass@2": (1 + 2 / 3 + 2 / 3) / 4, "pass@3": 3 / 4}
+    assert one["metrics"] == pytest.approx(pass_at | {"mean@3": 1 / 3, "maj@3": (1 + 0.5) / 4})
     assert one["intervals"]["maj@3"] == pytest.approx(clustered_interval([1, 0.5, 0, 0], 3))
     assert one["reasons"] == {"correct": 8, "no answer": 4}
     shown = console.export_text()
@@ -103,50 +93,52 @@ def test_unscored_completions_are_counted_and_judged_again(settings, letters, co
 
     def troubled(self: Problems, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
         asked.append((list(rows), list(completions)))
-        verdicts = judge(self, rows, completions)
-        return [
-            Verdict(None, text, "unscored: no process is left") if text == "?" else verdict
-            for text, verdict in zip(completions, verdicts, strict=True)
-        ]
+        verdicts = zip(completions, judge(self, rows, completions), strict=True)
+        return [Verdict(None, text, "unscored: why") if text == "?" else verdict for text, verdict in verdicts]
 
-    texts = ["a", "?", "?", "b", "b", "", "?", "?", "?", "d", "?", ""]
-    monkeypatch.setattr(module._Evaluation, "_load_generator", lambda self: Scripted(texts))
+    def evaluated() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        assert evaluate(config, console)
+        one = results_of(config.folder)["tasks"]["letters"]
+        return one, read_lines(config.folder / one["generations"])
+
+    script(monkeypatch, "a", "?", "?", "b", "b", "", "?", "?", "?", "d", "?", "")
     config = settings(tasks=[letters], ks=[1, 3])
     with monkeypatch.context() as patched:
         patched.setattr(Problems, "judge", troubled)
-        assert evaluate(config, console)
-        one = results_of(config.folder)["tasks"]["letters"]
+        one, records = evaluated()
         assert one["metrics"]["pass@1"] == pytest.approx((1 + 2 / 3 + 1 / 2) / 3)
         assert one["metrics"]["pass@3"] == 1.0
         assert one["unscored"] == one["reasons"]["unscored"] == 6
-        path = config.folder / one["generations"]
-        records = read_lines(path)
         assert [record["score"] for record in records].count(None) == 6
         said = console.export_text(clear=False)
         assert "letters: 6 of 12 completions could not be judged and do not count; the same command" in said
-
         asked.clear()
-        assert evaluate(config, console)  # the machine is still in trouble
+        again, same = evaluated()  # the machine is still in trouble
         assert asked == [([0, 0, 2, 2, 2, 3], ["?"] * 6)], "and what has a verdict is not judged again"
-        assert read_lines(path) == records
-        assert results_of(config.folder)["tasks"]["letters"]["metrics"] == one["metrics"]
-
-    assert evaluate(config, console)
-    judged = read_lines(path)
+        assert (same, again["metrics"]) == (records, one["metrics"])
+    one, judged = evaluated()
+    verdicts = [{name: record[name] for name in ("answer", "score", "reason")} for record in judged]
+    assert [record | verdict for record, verdict in zip(records, verdicts, strict=True)] == judged
     assert [record["score"] for record in judged] == [record["score"] or 0.0 for record in records]
-    verdict = {"answer", "score", "reason"}
-    for before, after in zip(records, judged, strict=True):
-        assert [value for name, value in before.items() if name not in verdict] == [
-            value for name, value in after.items() if name not in verdict
-        ]
-    one = results_of(config.folder)["tasks"]["letters"]
     assert (one["unscored"], one["metrics"]["pass@1"]) == (0, pytest.approx((1 / 3 + 2 / 3 + 0 + 1 / 3) / 4))
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an evaluation with the usual settings, which no test changes."""
+    config = small_evaluation(tiny_model, tmp_path_factory.mktemp("evaluation") / "out")
+    assert evaluate(config, Console(file=io.StringIO()))
+    return config.folder
+
+
+@pytest.fixture
+def finished(whole: Path, settings: Settings) -> Path:
+    """The folder of `settings()`, where these have been evaluated."""
+    return shutil.copytree(whole, settings().folder)
+
+
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupted_evaluation_goes_on_exactly(settings, tmp_path, console, monkeypatch, after):
-    whole = settings(output_dir=tmp_path / "whole")
-    assert evaluate(whole, console)
+def test_interrupted_evaluation_goes_on_exactly(settings, whole, console, monkeypatch, after):
     calls = iter([TransformersGenerator.generate] * after + [Mock(side_effect=KeyboardInterrupt)])
     config = settings()
     with monkeypatch.context() as patched:
@@ -161,29 +153,39 @@ def test_an_interrupted_evaluation_goes_on_exactly(settings, tmp_path, console, 
     if after > 1:  # the process was killed while it wrote
         path.write_bytes(path.read_bytes()[:-10])
     assert evaluate(config, console)
-    assert path.read_bytes() == (whole.folder / path.relative_to(config.folder)).read_bytes()
-    assert without_times(results_of(config.folder)) == without_times(results_of(whole.folder))
+    assert path.read_bytes() == (whole / path.relative_to(config.folder)).read_bytes()
+    assert without_times(results_of(config.folder)) == without_times(results_of(whole))
 
 
-def test_a_finished_evaluation_takes_no_weights(settings, console, monkeypatch):
-    assert evaluate(settings(), console)
-    before = results_of(settings().folder)
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights is an error."""
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_finished_evaluation_takes_no_weights(settings, finished, console):
+    before = results_of(finished)
     assert evaluate(settings(ks=[2]), console)
-    after = results_of(settings().folder)
+    after = results_of(finished)
     assert list(after["tasks"]["reasoning_gym:chain_sum"]["metrics"]) == ["pass@2", "mean@3"]
     assert after["settings"] == before["settings"]
 
 
 def test_batch_size_changes_only_the_order_of_work(settings: Settings, tmp_path: Path, console: Console) -> None:
-    makes = [settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32") for size in (1, 4, 100)]
-    assert len({generated(config, console) for config in makes}) == 1
+    files = set()
+    for size in (1, 4, 100):
+        config = settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32")
+        assert evaluate(config, console)
+        (file,) = (config.folder / "generations").iterdir()
+        files.add(file.read_bytes())
+    assert len(files) == 1
 
 
-def test_other_settings_are_refused(settings: Settings, tiny_model: Path, tmp_path: Path, console: Console) -> None:
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    assert evaluate(settings(model=str(model)), console)
-    changes: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.usefixtures("finished", "no_weights")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
         ({"samples": 2}, "samples is 3 there and 2 here"),
         ({"temperature": 0.5}, "temperature is 1.0 there and 0.5 here"),
         ({"top_p": 0.5}, "top_p"),
@@ -192,30 +194,36 @@ def test_other_settings_are_refused(settings: Settings, tiny_model: Path, tmp_pa
         ({"batch_size": 2}, "batch_size"),
         ({"seed": 1}, "seed"),
         ({"dtype": "float32"}, "dtype"),
-        ({"model": str(tiny_model)}, "model is"),
+        ({"model": "copy"}, "model is"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"trust_remote_code": True}, "trust_remote_code is false there and true here"),
         ({"tasks": [TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=4)]}, "chain_sum: eval_size"),
-    ]
-    for changed, message in changes:
-        with pytest.raises(EvaluationError, match=message):
-            evaluate(settings(**({"model": str(model)} | changed)), console)
-    os.utime(model / "model.safetensors", ns=(1, 1))
+    ],
+)
+def test_other_settings_in_a_folder_are_refused(settings, tiny_model, tmp_path, monkeypatch, changed, message):
+    shutil.copytree(tiny_model, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EvaluationError, match=message):
+        evaluate(settings(**changed))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_other_weights_of_a_model_are_refused(settings, finished):
+    path = finished / "settings.json"
+    path.write_text(path.read_text().replace('"model_fingerprint": "', '"model_fingerprint": "0'))
     with pytest.raises(EvaluationError, match="model_fingerprint"):
-        evaluate(settings(model=str(model)), console)
+        evaluate(settings())
 
 
-def test_a_task_may_be_added_later(settings: Settings, letters: TaskConfig, console: Console) -> None:
-    first = settings()
-    assert evaluate(first, console)
-    assert evaluate(settings(tasks=[*first.tasks, letters]), console)
+def test_task_may_be_added_later(settings: Settings, finished: Path, letters: TaskConfig, console: Console) -> None:
+    assert evaluate(settings(tasks=[*settings().tasks, letters]), console)
     assert evaluate(settings(tasks=[letters]), console)
-    recorded = json.loads((first.folder / "settings.json").read_text())["tasks"]
-    assert set(results_of(first.folder)["tasks"]) == set(recorded) == {"reasoning_gym:chain_sum", "letters"}
-    assert len(read_lines(first.folder / "generations" / "letters.jsonl")) == 12
+    recorded = json.loads((finished / "settings.json").read_text())["tasks"]
+    assert set(results_of(finished)["tasks"]) == set(recorded) == {"reasoning_gym:chain_sum", "letters"}
+    assert len(read_lines(finished / "generations" / "letters.jsonl")) == 12
 
 
-def test_a_task_has_its_results_as_soon_as_it_is_done(settings, letters, console, monkeypatch):
+def test_task_has_results_as_soon_as_it_is_done(settings, letters, console, monkeypatch):
     seen: list[dict[str, Any]] = []
     generate = TransformersGenerator.generate
 
@@ -231,24 +239,21 @@ def test_a_task_has_its_results_as_soon_as_it_is_done(settings, letters, console
     assert "pass@3" in seen[-1]["tasks"]["letters"]["metrics"]
 
 
-def test_mistakes_are_found_before_the_weights_are_loaded(settings, console, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
+@pytest.mark.usefixtures("no_weights")
+def test_mistakes_are_found_before_weights_are_loaded(settings, monkeypatch):
     with pytest.raises(EvaluationError, match=r"of the model's 1024 for a completion, and max_new_tokens is 1000"):
-        evaluate(settings(max_new_tokens=1000), console)
+        evaluate(settings(max_new_tokens=1000))
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(EvaluationError, match="backend vllm needs the package vllm: use"):
-        evaluate(settings(backend="vllm"), console)
-    (tmp_path / "file").touch()
-    with pytest.raises(EvaluationError, match="is not empty and holds no evaluation"):
-        evaluate(settings(output_dir=tmp_path), console)
+        evaluate(settings(backend="vllm"))
 
 
-def test_the_context_bounds_completions_by_default(settings: Settings) -> None:
+def test_context_bounds_completions_by_default(settings: Settings) -> None:
     made = module._Evaluation(settings(max_new_tokens=None), Console())
     assert made.sampling.max_new_tokens == 1024 - max(len(ids) for ids in made.problems[0].ids)
 
 
-def test_a_failed_evaluation_leaves_its_folder(settings, console, monkeypatch):
+def test_failed_evaluation_leaves_its_folder(settings, console, monkeypatch):
     monkeypatch.setattr(TransformersGenerator, "generate", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         evaluate(settings(), console)
@@ -270,7 +275,7 @@ def test_vllm_is_taken_where_it_can_run(settings, console, tiny_model, monkeypat
     assert make.call_args.kwargs == {"dtype": "auto", "context": longest + 6}
 
 
-def test_a_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, console, letters):
+def test_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, console, letters):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["2:"])
@@ -282,7 +287,7 @@ def test_a_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, c
     assert evaluate(settings(model=str(model), output_dir=tmp_path / "other"), console)  # prompts without the token
 
 
-def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(settings, tiny_model, tmp_path, console, monkeypatch):
+def test_adapter_that_vllm_cannot_run_is_merged_or_named(settings, tiny_model, tmp_path, console, monkeypatch):
     monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
     monkeypatch.setattr(module, "find_spec", lambda _: True)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -294,5 +299,5 @@ def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(settings, tiny_model
     assert results_of(settings().folder)["settings"]["backend"] == "transformers"
 
 
-def test_the_order_of_completions() -> None:
+def test_completion_order_begins_with_long_prompts() -> None:
     assert completion_order([3, 9, 3], 2) == [(1, 0), (1, 1), (0, 0), (0, 1), (2, 0), (2, 1)]

@@ -14,7 +14,7 @@ from troll_lab.tasks import TaskConfig
 TRAINED = TrainingTask("gsm8k", None, {"prompt": "{question} ½"}, 8, {"enable_thinking": False})
 
 
-def test_every_folder_with_the_model_has_it_and_no_other(tmp_path: Path) -> None:
+def test_every_folder_of_a_model_has_its_training_task(tmp_path: Path) -> None:
     assert find_training_task(str(tmp_path)) is None
     run = tmp_path / "run"
     for folder in (run / "model", run / "checkpoint-2", run / "checkpoint-4"):
@@ -30,7 +30,7 @@ def test_every_folder_with_the_model_has_it_and_no_other(tmp_path: Path) -> None
     assert found is not None and found.task == "math", "a checkpoint that was cut short has that of its run"
 
 
-def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_task_has_paths_that_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trained = TrainingTask.of(TaskConfig("own.yaml:x", dataset_path="rows.jsonl"), {"thinking": True})
     assert trained == TrainingTask(f"{tmp_path}/own.yaml:x", f"{tmp_path}/rows.jsonl", {}, 256, {"thinking": True})
@@ -52,25 +52,20 @@ def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (json.dumps({"task": 1}), "task cannot be 1"),
     ],
 )
-def test_a_file_that_is_something_else_is_one_line(tmp_path: Path, text: str, reason: str) -> None:
+def test_file_that_is_no_training_task_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / TASK_FILE).write_text(text)
-    with pytest.raises(EvaluationError, match=rf"task\.json is not what troll train writes .*{reason}") as error:
+    with pytest.raises(EvaluationError, match=rf"task\.json is not what troll train writes .*{reason}"):
         find_training_task(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
-def test_the_hub_has_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_task_of_the_hub_names_no_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Mock(return_value=str(tmp_path / TASK_FILE))
     monkeypatch.setattr(module, "hf_hub_download", download)
     TRAINED.write(tmp_path)
     assert find_training_task("you/model", "v2") == TRAINED
     download.assert_called_once_with("you/model", TASK_FILE, revision="v2")
-
-
-def test_find_training_task_ignores_local_files_of_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "hf_hub_download", lambda *_, **__: str(tmp_path / TASK_FILE))
     TrainingTask("/etc/own.py", "/etc/rows.jsonl", {"max_terms": 3}, 8, {"thinking": False}).write(tmp_path)
-    found = find_training_task("someone/model")
+    found = find_training_task("you/model")
     assert found == TrainingTask(None, None, {"max_terms": 3}, 8, {"thinking": False})
     assert not found.is_task("/etc/own.py")
 
@@ -78,6 +73,6 @@ def test_find_training_task_ignores_local_files_of_uploads(tmp_path: Path, monke
 @pytest.mark.parametrize(
     "error", [EntryNotFoundError(), LocalEntryNotFoundError("not cached"), ConnectionError(), ValueError()]
 )
-def test_a_hub_without_it_or_out_of_reach_has_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_may_lack_it_or_be_out_of_reach(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "hf_hub_download", Mock(side_effect=error))
     assert find_training_task("you/model") is None

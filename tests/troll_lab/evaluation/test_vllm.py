@@ -48,62 +48,51 @@ class LLM:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request")}
-    vars(modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace, __spec__=object())
+    vars(modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace)
     vars(modules["vllm.lora.request"]).update(LoRARequest=lambda *arguments: arguments)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
+def engine_of(source: ModelSource, sampling: Sampling, **settings: Any) -> vllm.VllmGenerator:
+    return vllm.VllmGenerator(source, Tokenizer(), sampling, **{"dtype": "auto", "context": 300, **settings})
+
+
 @pytest.mark.usefixtures("installed")
 def test_each_completion_is_a_request_with_its_own_seed() -> None:
     sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=4)
-    source = ModelSource(
-        "some/model", "some/model", "some/model", None, None, "", revision="v2", trust_remote_code=True
-    )
-    engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="bfloat16", context=300)
-    assert engine.generate([[1, 2], [1, 2], [3]], [2, 3, 4]) == [
+    name = "some/model"
+    source = ModelSource(name, name, name, None, None, "", revision="v2", trust_remote_code=True)
+    assert engine_of(source, sampling, dtype="bfloat16").generate([[1, 2], [1, 2], [3]], [2, 3, 4]) == [
         Generation("1 2 1 2", 5, True),
         Generation("1 2 1 2 1 2", 7, True),
         Generation("3 3 3 3 0", 5, False),
     ]
     asked = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 4, "detokenize": False}
     assert LLM.made.pop("sampling_params") == [SimpleNamespace(**asked, seed=seed) for seed in (2, 3, 4)]
-    assert LLM.made == {
-        "model": "some/model",
-        "dtype": "bfloat16",
-        "max_model_len": 300,
-        "revision": "v2",
-        "trust_remote_code": True,
-        "lora_request": None,
-    }
+    settings = {"model": name, "dtype": "bfloat16", "max_model_len": 300, "revision": "v2", "trust_remote_code": True}
+    assert LLM.made == settings | {"lora_request": None}
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("rank", "supported"), [(32, 32), (4, 8), (129, 256), (513, None)])
-def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -> None:
-    source, sampling = ModelSource("folder", "folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)
-    if supported is None:
-        with pytest.raises(EvaluationError, match="up to rank 512, got 513: use --backend transformers"):
-            vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)
-        return
-    engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)
-    engine.generate([[1]], [1])
+@pytest.mark.parametrize(("rank", "supported"), [(32, 32), (4, 8), (129, 256), (512, 512)])
+def test_adapter_is_applied_by_the_engine(rank: int, supported: int) -> None:
+    engine_of(ModelSource("folder", "folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)).generate([[1]], [1])
     assert (LLM.made["model"], LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == ("base", True, supported)
     assert LLM.made["lora_request"] == ("adapter", 1, "folder")
 
 
 @pytest.mark.usefixtures("installed")
-def test_vllm_takes_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpu in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        assert vllm.vllm_is_usable() == gpu
+def test_adapter_of_a_larger_rank_is_refused() -> None:
+    with pytest.raises(EvaluationError, match="up to rank 512, got 513: use --backend transformers"):
+        engine_of(ModelSource("folder", "folder", "base", 513, None, ""), Sampling(0.0, 1.0, 0, 4))
 
 
-def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
-    assert not vllm.vllm_is_usable()
+@pytest.mark.parametrize(("package", "gpu"), [(True, True), (True, False), (False, True)])
+def test_vllm_is_usable_with_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch, package: bool, gpu: bool) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object() if package else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert vllm.vllm_is_usable() == (package and gpu)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +112,7 @@ def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_adapter_problem_names_parts_that_vllm_does_not_read(tiny_model, tmp_path, settings, problem):
+def test_adapter_problem_names_what_vllm_does_not_read(tiny_model, tmp_path, settings, problem):
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **settings})
     adapted(base, config).save_pretrained(str(tmp_path))

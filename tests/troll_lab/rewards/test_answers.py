@@ -1,4 +1,3 @@
-import copy
 import pickle
 import time
 
@@ -49,6 +48,9 @@ ANSWERS = {
         ("#### `72`", "72"),
         (r"#### **\$72**", r"\$72"),
         (r"#### \[72\]", r"\[72\]"),
+        (r"#### \(72\)", r"\(72\)"),
+        ("#### $$72$$", "$$72$$"),
+        ("#### $72$", "$72$"),
         ("#### \\[\n72\n\\]\nbye", "72"),
         ("#### $$\n  72\n$$", "72"),
         ("#### 2*3", "2*3"),
@@ -74,12 +76,13 @@ ANSWERS = {
 }
 
 
-ROWS = [(answer_format, *row) for answer_format, rows in ANSWERS.items() for row in rows]
-
-
-@pytest.mark.parametrize(("answer_format", "text", "answer"), ROWS)
-def test_final_answer_is_the_last_one_that_is_marked(answer_format, text, answer):
+@pytest.mark.parametrize(
+    ("answer_format", "text", "answer"),
+    [(answer_format, *row) for answer_format, rows in ANSWERS.items() for row in rows],
+)
+def test_final_answer_is_the_last_marked_one(answer_format, text, answer):
     assert final_answer(text, answer_format) == answer
+    assert answer_format != "boxed" or final_answer(text) == answer  # by default
 
 
 @pytest.mark.parametrize("answer_format", INSTRUCTIONS)
@@ -89,7 +92,7 @@ def test_final_answer_is_the_last_one_that_is_marked(answer_format, text, answer
      "\\boxed{\\boxed{1}}", "#### ", "####\n", "<answer>", "</answer>", "<answer></answer>", "$\\boxed{",
      "\\boxed{a}$\\"],
 )  # fmt: skip
-def test_time_is_linear_in_the_text(part, answer_format):
+def test_final_answer_takes_linear_time(part, answer_format):
     text = part * (200_000 // len(part))
     start = time.process_time()
     final_answer(text, answer_format)
@@ -97,33 +100,28 @@ def test_time_is_linear_in_the_text(part, answer_format):
     assert time.process_time() - start < 1  # a tenth of a second at most, on a quiet machine
 
 
-def test_instructions_show_the_format_and_boxed_is_the_default():
-    assert final_answer(r"\boxed{72}") == "72"  # by default
-    assert r"\boxed{}" in INSTRUCTIONS["boxed"]
-    assert "####" in INSTRUCTIONS["hash"]
-    assert "<answer></answer>" in INSTRUCTIONS["tag"]
-
-
-@pytest.mark.parametrize("use", [lambda name: final_answer("72", name), FormatReward])
-def test_an_unknown_format(use):
-    with pytest.raises(ValueError, match=r"answer_format must be one of boxed, hash, tag, got 'xml'"):
-        use("xml")
-
-
-@pytest.mark.parametrize("answer_format", INSTRUCTIONS)
-def test_a_marked_answer_is_read(answer_format):
-    for answer in ("18", r"\frac{1}{2}", r"\{1, 2\}", r"50\%", "%s"):
+@pytest.mark.parametrize(
+    ("answer_format", "mark"), [("boxed", r"\boxed{}"), ("hash", "####"), ("tag", "<answer></answer>")]
+)
+def test_instructions_and_marked_have_the_format(answer_format, mark):
+    assert mark in INSTRUCTIONS[answer_format]
+    for answer in ("18", r"\frac{1}{2}", r"\{1, 2\}", "%s"):
         assert final_answer(f"So it is {marked(answer, answer_format)}", answer_format) == answer
+
+
+@pytest.mark.parametrize("use", [lambda name: final_answer("72", name), lambda name: marked("72", name), FormatReward])
+def test_unknown_answer_format_is_refused(use):
+    with pytest.raises(ValueError, match="answer_format must be one of boxed, hash, tag, got 'xml'"):
+        use("xml")
 
 
 @pytest.mark.parametrize(
     ("answer_format", "rewards"), [("boxed", [1, 0, 0, 0, 0]), ("hash", [0, 0, 0, 1, 0]), ("tag", [0, 0, 0, 0, 1])]
 )
-def test_format_reward_ignores_whether_the_answer_is_right(answer_format, rewards):
+def test_format_reward_does_not_judge_the_answer(answer_format, rewards):
     texts = [r"\boxed{1}", r"\boxed{}", "1", "#### 1", "<answer>1</answer>"]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
-    reward = FormatReward(answer_format)
+    reward = pickle.loads(pickle.dumps(FormatReward(answer_format)))
     assert reward.__name__ == "format"
-    for each in (reward, copy.deepcopy(reward), pickle.loads(pickle.dumps(reward))):
-        assert each(prompts=["?"] * 5, completions=texts, answer=["2"] * 5) == rewards
-        assert each(prompts=["?"] * 5, completions=chats) == rewards
+    assert reward(prompts=["?"] * 5, completions=texts, answer=["2"] * 5) == rewards
+    assert reward(prompts=["?"] * 5, completions=chats) == rewards

@@ -18,7 +18,6 @@ from unittest.mock import Mock
 import pytest
 
 from tests.troll_lab.rewards import datasets
-from tests.troll_lab.rewards.datasets import Problem
 from tests.troll_lab.rewards.mutants import mutants, plain_run_passes
 from tests.troll_sandbox.processes import wait_until
 from troll.grading import Verdict
@@ -48,35 +47,29 @@ def fenced(program: str) -> str:
     return f"The solution is:\n\n```python\n{program}\n```\n\nIt passes all tests.\n"
 
 
-def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int) -> tuple[list[str], int, int]:
-    """Mutants on which grader and plain run differ, how many were rejected by both, and how many were tried."""
-    cases = [
-        (problem, mutant)
-        for number, problem in enumerate(problems)
-        for mutant in mutants(problem.program.replace("\r\n", "\n"), per_program, seed=number)
-    ]
-    verdicts = grader.grade([fenced(mutant) for _, mutant in cases], tests=[p.tests for p, _ in cases])
-    different, rejected = [], 0
-    for (problem, mutant), verdict in zip(cases, verdicts, strict=True):
-        tests = datasets.code_tests(problem.tests)
-        passes = plain_run_passes(mutant, tests.setup, tests.names, tests.tests)
-        rejected += not passes and not verdict.success
-        if passes != verdict.success:
-            different.append(f"{problem.name}: plain run {passes}, grader {verdict.reason}\n{mutant}")
-    return different, rejected, len(cases)
-
-
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @pytest.mark.parametrize(("share", "per_program"), [(40, 1), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_mutants_get_the_verdict_of_a_plain_run(grader, share, per_program):
     problems = datasets.humaneval() + datasets.mbpp()
     assert len(problems) == 164 + 500
-    different, rejected, count = disagreements(grader, problems[::share], per_program)
-    assert different == []
-    assert rejected > count / 2
+    cases = [
+        (problem, mutant)
+        for number, problem in enumerate(problems[::share])
+        for mutant in mutants(problem.program.replace("\r\n", "\n"), per_program, seed=number)
+    ]
+    verdicts = grader.grade([fenced(mutant) for _, mutant in cases], tests=[problem.tests for problem, _ in cases])
+    all_tests = [datasets.code_tests(problem.tests) for problem, _ in cases]
+    passes = [
+        plain_run_passes(mutant, tests.setup, tests.names, tests.tests)
+        for (_, mutant), tests in zip(cases, all_tests, strict=True)
+    ]
+    found = list(zip(cases, passes, verdicts, strict=True))
+    assert [each for each in found if each[1] != each[2].success] == []
+    assert passes.count(False) > len(cases) / 2
 
 
 @pytest.mark.parametrize(("partial", "share"), [(True, 2 / 3), (False, 0.0)])
-def test_the_score_is_a_share_only_with_partial_credit(partial, share):
+def test_score_is_a_share_only_with_partial_credit(partial, share):
     completions = [RIGHT, "def double(x): return 4 if x == 2 else 0", "def double(x): return 1"]
     with closing(CodeGrader(workers=2, partial_credit=partial)) as grader:
         verdicts = grader.grade(completions, tests=[DOUBLE] * 3)
@@ -84,36 +77,14 @@ def test_the_score_is_a_share_only_with_partial_credit(partial, share):
         assert verdicts[0] == Verdict(1.0, RIGHT, "correct")
         assert [verdict.reason for verdict in verdicts[1:]] == ["wrong answer"] * 2
         chats = [[{"role": "assistant", "content": fenced(text)}] for text in completions]
-        for texts in (completions, chats):
-            assert grader(["p"] * 3, texts, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
+        assert grader(["p"] * 3, chats, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
         tests = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})
         programs = ["print(2 * int(input()))", "print(2)", "if __name__ == '__main__': print(int(input()) * 2)"]
         verdicts = grader.grade(programs, tests=[tests] * 3)
         assert [verdict.score for verdict in verdicts] == [1.0, 0.5 * partial, 1.0]
 
 
-def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
-    grader = CodeGrader(workers=1)
-    reward = passed_fraction(grader)
-    assert (grader.__name__, reward.__name__) == ("success", "passed_fraction")
-    completions = [fresh("def double(x): return 4"), RIGHT]
-    assert grader(["p"] * 2, completions, tests=[DOUBLE] * 2) == [0.0, 1.0]
-    monkeypatch.setattr(grader._executor, "run", None)
-    assert reward(["p"] * 2, completions, tests=[DOUBLE] * 2) == pytest.approx([1 / 3, 1.0])
-    with pytest.raises(TypeError):  # other completions do run
-        reward(["p"], ["def double(x): return x"], tests=[DOUBLE])
-    grader.close()
-
-
-def test_equal_programs_run_once():
-    sandbox = Trouble(calls=0)
-    completions = [fenced("def double(x): return x + x"), "def double(x): return x + x\n"] * 3
-    other = json.dumps({"asserts": ["assert double(1) == 2"] * 3})
-    troubled(sandbox).grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
-    assert len(sandbox.programs) == 2
-
-
-def test_a_completion_may_continue_the_prefix(grader):
+def test_grade_continues_the_prefix(grader):
     prefix = 'def double(x):\n    """Twice."""\n'
     completions = ["    return x * 2\n\nprint(double(1)", "def double(x): return x * 2", "    return x"]
     verdicts = grader.grade(completions, tests=[DOUBLE] * 3, prefix=[prefix] * 3)
@@ -128,7 +99,7 @@ def test_a_completion_may_continue_the_prefix(grader):
         ({}, "0 values for 2 completions"),
     ],
 )
-def test_mistakes_of_the_user_name_the_row(grader, rows, message):
+def test_grade_names_the_row_of_a_mistake(grader, rows, message):
     with pytest.raises(ValueError, match=message):
         grader.grade(["x", "y"], **rows)
 
@@ -143,15 +114,14 @@ def test_grade_gives_every_completion_a_verdict():
     assert verdicts[-2].reason == "time limit"
 
 
-def test_a_copy_of_a_grader_works(grader):
+def test_copy_of_a_grader_works_and_again_after_close(grader):
     copy = pickle.loads(pickle.dumps(grader))
-    assert copy(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
-    copy.close()
-    assert copy(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
-    copy.close()
+    for _ in range(2):
+        assert copy(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
+        copy.close()
 
 
-def test_a_daemonic_forked_process_makes_judges_of_its_own(grader):
+def test_forked_daemon_makes_judges_of_its_own(grader):
     assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [1.0]
     program, context = fresh(), multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -161,15 +131,6 @@ def test_a_daemonic_forked_process_makes_judges_of_its_own(grader):
         child.start()
     assert queue.get(timeout=30) == [1.0]
     child.join(30)
-    assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
-
-
-def test_a_judge_that_ends_is_replaced(grader):
-    grader(["p"], [RIGHT], tests=[DOUBLE])
-    for judge in grader._executor._crew._sandbox._judges:
-        judge.process.kill()
-        judge.process.wait()
-    program = fresh()
     assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
 
 
@@ -191,39 +152,46 @@ class Trouble:
         return [Outcome("2 * x" in program, "passed" if "2 * x" in program else "wrong answer")] * 3
 
 
-def troubled(sandbox: Any, wall_seconds: float = 3.0, **options: Any) -> CodeGrader:
-    return CodeGrader(limits=Limits(wall_seconds=wall_seconds), workers=2, sandbox=sandbox, **options)
+def troubled(sandbox: Any, wall_seconds: float = 3.0) -> CodeGrader:
+    return CodeGrader(limits=Limits(wall_seconds=wall_seconds), workers=2, sandbox=sandbox)
 
 
-def test_one_program_that_cannot_be_tested_costs_its_neighbours_nothing():
+def test_equal_programs_and_graded_batches_run_once():
+    sandbox = Trouble(calls=0)
+    grader, other = troubled(sandbox), json.dumps({"asserts": ["assert double(1) == 2"] * 3})
+    completions = [fenced("def double(x): return x + x"), "def double(x): return x + x\n"] * 3
+    grader.grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
+    assert len(sandbox.programs) == 2
+    reward = passed_fraction(grader)
+    assert (grader.__name__, reward.__name__) == ("success", "passed_fraction")
+    for rewarded in (grader, reward, grader):
+        assert rewarded(["p"] * 2, [RIGHT, WRONG], tests=[DOUBLE] * 2) == [1.0, 0.0]
+    assert len(sandbox.programs) == 4
+    reward(["p"] * 2, [WRONG, RIGHT], tests=[DOUBLE] * 2)  # another batch does run
+    assert len(sandbox.programs) == 6
+
+
+def test_programs_that_cannot_be_tested_cost_others_nothing():
     grader = troubled(Trouble(only="pass", error="bwrap\x1b[31m is \ud800 gone"), wall_seconds=0.6)
-    completions = [f"{RIGHT}\n\ndef other(): pass", RIGHT, WRONG, ""]
-    verdicts = grader.grade(completions, tests=[DOUBLE] * 4)
-    assert [verdict.score for verdict in verdicts] == [None, 1.0, 0.0, 0.0]
-    assert [verdict.success for verdict in verdicts] == [False, True, False, False]
+    completions = [*(f"# {number}\npass" for number in range(4)), RIGHT, WRONG, ""]
+    verdicts = grader.grade(completions, tests=[DOUBLE] * 7)
+    scores = [None] * 4 + [1.0, 0.0, 0.0]
+    assert [verdict.score for verdict in verdicts] == scores
+    assert not verdicts[0].success and verdicts[0].answer == completions[0]
     assert verdicts[0].reason.startswith("unscored: bwrap") and verdicts[0].reason.isprintable()
-    assert verdicts[0].answer == completions[0]
-    assert grader(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
-    assert passed_fraction(grader)(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
+    assert grader(["p"] * 7, completions, tests=[DOUBLE] * 7) == scores
+    assert passed_fraction(grader)(["p"] * 7, completions, tests=[DOUBLE] * 7) == scores
 
 
-def test_many_programs_that_cannot_be_tested_cost_their_neighbours_nothing():
-    grader = troubled(Trouble(only="pass"), wall_seconds=1.5)
-    completions = [f"# {number}\npass" for number in range(16)] + [f"# {number}\n{RIGHT}" for number in range(16)]
-    scores = [verdict.score for verdict in grader.grade(completions, tests=[DOUBLE] * len(completions))]
-    assert scores == [None] * 16 + [1.0] * 16
-
-
-def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
+def test_machine_that_can_test_nothing_is_not_asked_for_all():
     sandbox = Trouble()
     completions = [f"# {number}\n{RIGHT}" for number in range(50)]
     verdicts = troubled(sandbox, wall_seconds=1.0).grade(completions, tests=[DOUBLE] * 50)
-    assert {verdict.score for verdict in verdicts} == {None}
+    assert {(verdict.score, verdict.reason) for verdict in verdicts} == {(None, "unscored: no process is left")}
     assert 4 <= len(sandbox.programs) < 20
-    assert {verdict.reason for verdict in verdicts} == {"unscored: no process is left"}
 
 
-def test_all_tests_are_run_only_where_the_share_is_asked_for():
+def test_all_tests_are_run_only_for_a_share():
     sandbox = Trouble(calls=0)
     limits = Limits(cpu_seconds=1.0)
     grader = CodeGrader(limits=limits, workers=1, sandbox=sandbox)
@@ -236,21 +204,18 @@ def test_all_tests_are_run_only_where_the_share_is_asked_for():
     assert pickle.loads(pickle.dumps(grader)).partial_credit
 
 
-def test_a_function_is_a_sandbox_and_options_of_bubblewrap_are_none_of_its():
-    def sandbox(program: str, tests: Any, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
-        return [Outcome("2" in program, "passed")] * len(tests.tests)
-
-    grader = CodeGrader(sandbox=sandbox)
-    assert grader(["p"] * 2, [RIGHT, WRONG], tests=[DOUBLE] * 2) == [1.0, 0.0]
-    for other, options in (
-        (sandbox, {"packages": ["."]}),
-        (sandbox, {"run_without_isolation": True}),
-        ("gvisor", {"run_without_isolation": True}),
-    ):
-        with pytest.raises(ValueError, match="options of bubblewrap"):
-            CodeGrader(sandbox=other, **options)
-    with pytest.raises(ValueError, match="workers"):
-        CodeGrader(workers=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sandbox": Trouble(), "packages": ["."]}, "options of bubblewrap"),
+        ({"sandbox": Trouble(), "run_without_isolation": True}, "options of bubblewrap"),
+        ({"sandbox": "gvisor", "run_without_isolation": True}, "options of bubblewrap"),
+        ({"workers": 0}, "workers must be at least 1"),
+    ],
+)
+def test_code_grader_refuses_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        CodeGrader(**options)
 
 
 def started(process: int) -> str | None:
@@ -290,22 +255,22 @@ except KeyboardInterrupt:
     wait_until(lambda: not [child for child, start in children if started(child) == start], 5)
 
 
-def test_a_program_that_was_interrupted_has_no_verdict_and_the_grader_goes_on(grader, monkeypatch):
-    program = fresh()
+def test_interrupted_batch_has_no_verdicts_and_can_run_again(monkeypatch):
+    grader, program = troubled(Trouble(calls=0)), fresh()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
         grader.grade([program], tests=[DOUBLE])
     assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
 
 
-def test_compute_score_raises_with_the_cause_of_an_unscored_completion(monkeypatch):
+def test_compute_score_raises_with_the_cause_of_trouble(monkeypatch):
     grader = troubled(Trouble(), wall_seconds=0.1)
     monkeypatch.setattr("troll_lab.rewards.code._default_grader", lambda *_: grader)
     with pytest.raises(SandboxError, match="a completion is unscored: no process is left"):
         compute_score("mbpp", RIGHT, DOUBLE)
 
 
-def test_the_signature_of_verl():
+def test_compute_score_has_the_signature_of_verl():
     right = compute_score("mbpp", fenced(RIGHT), DOUBLE, {"index": 3}, unknown=1)
     assert right == {"score": 1.0, "acc": 1.0, "reason": "correct"}
     half = compute_score("mbpp", "def double(x): return 4", DOUBLE, partial=True)

@@ -7,13 +7,12 @@ from tests.troll_sandbox import idioms
 from troll_lab.rewards.demands import borrowed_packages, needs_plain
 from troll_sandbox.cases import CodeTests
 
+REPLACED = "what the program prints or reads is replaced"
+PASSED_OBJECT = "the program is passed an object of a class of the tests"
+
 
 def parsed(*asserts: str, **fields: object) -> CodeTests:
     return datasets.code_tests(json.dumps({"asserts": asserts, **fields}))
-
-
-REPLACED = "what the program prints or reads is replaced"
-PASSED_OBJECT = "the program is passed an object of a class of the tests"
 
 
 @pytest.mark.parametrize(
@@ -35,25 +34,30 @@ def test_needs_plain_names_the_reason(source, reason):
     assert needs_plain(parsed("assert f(0)", setup=source)) == [reason]
 
 
-@pytest.mark.parametrize("name", idioms.JUDGED)
-def test_needs_plain_is_empty_for_tests_that_a_judge_can_run(name):
-    assert needs_plain(parsed(idioms.JUDGED[name])) == []
-
-
-def test_the_function_under_test_is_known_by_its_parameter():
+def test_needs_plain_knows_the_parameter_of_check():
     check = "import io\ndef check(candidate):\n    assert candidate(io.StringIO('x'))"
     tests = datasets.code_tests(json.dumps({"check": check, "entry_point": "f"}))
     assert needs_plain(tests) == [PASSED_OBJECT]
 
 
-def test_the_real_tasks_need_no_more():
+@pytest.mark.parametrize("name", idioms.JUDGED)
+def test_needs_plain_is_empty_for_tests_that_a_judge_can_run(name):
+    assert needs_plain(parsed(idioms.JUDGED[name])) == []
+
+
+def test_real_tasks_demand_nothing():
     for problem in datasets.mbpp() + datasets.humaneval():
         tests = datasets.code_tests(problem.tests)
         assert (problem.name, needs_plain(tests), borrowed_packages(tests)) == (problem.name, [], [])
 
 
-def test_packages_that_a_program_could_bring_along():
-    both = parsed("assert np.allclose(f(1), 2)", "with pytest.raises(ValueError):\n    f(2)")
-    assert borrowed_packages(both) == ["np", "pytest"]
-    assert borrowed_packages(parsed("assert np.allclose(f(1), 2)", setup="import numpy as np")) == []
-    assert borrowed_packages(parsed("assert math.isclose(f(1), 2)")) == []
+@pytest.mark.parametrize(
+    ("asserts", "setup", "packages"),
+    [
+        (["assert np.allclose(f(1), 2)", "with pytest.raises(ValueError):\n    f(2)"], "", ["np", "pytest"]),
+        (["assert np.allclose(f(1), 2)"], "import numpy as np", []),
+        (["assert math.isclose(f(1), 2)"], "", []),
+    ],
+)
+def test_borrowed_packages_are_used_and_not_imported(asserts, setup, packages):
+    assert borrowed_packages(parsed(*asserts, setup=setup)) == packages

@@ -8,6 +8,7 @@ from troll_lab.rewards.machine import cores, local_ranks, memory_limit
 from troll_sandbox.limits import MEBIBYTE, Limits
 
 GIBIBYTE = 1024 * MEBIBYTE
+NO_LIMIT = str(2**63 - 4096)
 
 
 def system(root, groups="", files=(), meminfo=True):
@@ -23,39 +24,48 @@ def system(root, groups="", files=(), meminfo=True):
     return root
 
 
-def test_the_smallest_limit_of_the_control_groups_counts(tmp_path):
-    limits = {"pod/memory.max": f"{4 * GIBIBYTE}\n", "pod/container/memory.max": "max\n"}
-    second = system(tmp_path / "second", "0::/pod/container\n", limits)
-    assert memory_limit(second) == 4 * GIBIBYTE
-    # A container that sees its own group as the root of the file system, under its path on the host.
-    limits = {"memory/memory.limit_in_bytes": f"{3 * GIBIBYTE}\n"}
-    inside = system(tmp_path / "inside", "5:cpu:/\n4:memory:/docker/abc\n0::/\n", limits)
-    assert memory_limit(inside) == 3 * GIBIBYTE
-    limits = {"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/a/memory.limit_in_bytes": f"{2 * GIBIBYTE}"}
-    first = system(tmp_path / "first", "4:memory,hugetlb:/a\n", limits)
-    assert memory_limit(first) == 2 * GIBIBYTE
+@pytest.mark.parametrize(
+    ("groups", "files", "gibibytes"),
+    [
+        ("0::/\n", {}, 64),
+        ("0::/pod/one\n", {"pod/memory.max": f"{4 * GIBIBYTE}\n", "pod/one/memory.max": "max\n"}, 4),
+        # A container that sees its own group as the root of the file system, under its path on the host.
+        ("5:cpu:/\n4:memory:/docker/abc\n0::/\n", {"memory/memory.limit_in_bytes": f"{3 * GIBIBYTE}\n"}, 3),
+        (
+            "4:memory,hugetlb:/a\n",
+            {"memory/memory.limit_in_bytes": NO_LIMIT, "memory/a/memory.limit_in_bytes": f"{2 * GIBIBYTE}"},
+            2,
+        ),
+    ],
+)
+def test_memory_limit_is_the_smallest(tmp_path, groups, files, gibibytes):
+    assert memory_limit(system(tmp_path, groups, files)) == gibibytes * GIBIBYTE
 
 
-def test_without_control_groups_the_machine_counts(tmp_path):
-    assert memory_limit(system(tmp_path / "plain", "0::/\n")) == 64 * GIBIBYTE
+def test_memory_limit_may_be_unknown(tmp_path):
     assert memory_limit(system(tmp_path / "nothing", meminfo=False)) is None
     assert memory_limit(tmp_path / "missing") is None
+    memory = memory_limit(machine.Path("/"))
+    assert memory is not None and memory > 64 * MEBIBYTE
 
 
-def test_a_quota_of_cpu_time_counts_as_cores(tmp_path, monkeypatch):
+FIRST = {"cpu/a/cpu.cfs_quota_us": "600000\n", "cpu/a/cpu.cfs_period_us": "200000\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {}, 16),
+        ("0::/pod\n", {"pod/cpu.max": "max 100000\n"}, 16),
+        ("0::/pod/one\n", {"pod/cpu.max": "450000 100000\n", "pod/one/cpu.max": "max 100000\n"}, 4),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("3:cpu,cpuacct:/a\n", FIRST, 3),
+        ("3:cpu:/a\n", FIRST | {"cpu/a/cpu.cfs_quota_us": "-1\n"}, 16),
+    ],
+)
+def test_cores_are_bounded_by_a_quota_of_cpu_time(tmp_path, monkeypatch, groups, files, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-
-    def quota(name, groups, files=()):
-        return cores(system(tmp_path / name, groups, files))
-
-    assert quota("none", "0::/\n") == 16
-    assert quota("unlimited", "0::/pod\n", {"pod/cpu.max": "max 100000\n"}) == 16
-    files = {"pod/cpu.max": "450000 100000\n", "pod/one/cpu.max": "max 100000\n"}
-    assert quota("second", "0::/pod/one\n", files) == 4
-    assert quota("half", "0::/\n", {"cpu.max": "50000 100000\n"}) == 1
-    files = {"cpu/a/cpu.cfs_quota_us": "600000\n", "cpu/a/cpu.cfs_period_us": "200000\n"}
-    assert quota("first", "3:cpu,cpuacct:/a\n", files) == 3
-    assert quota("no quota", "3:cpu:/a\n", files | {"cpu/a/cpu.cfs_quota_us": "-1\n"}) == 16
+    assert cores(system(tmp_path, groups, files)) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,7 @@ def test_a_quota_of_cpu_time_counts_as_cores(tmp_path, monkeypatch):
         ({"LOCAL_WORLD_SIZE": "many"}, 1),
     ],
 )
-def test_ranks_on_this_machine(environment, expected):
+def test_local_ranks_reads_the_launcher(environment, expected):
     assert local_ranks(environment) == expected
 
 
@@ -86,14 +96,8 @@ def test_ranks_on_this_machine(environment, expected):
         (16, GIBIBYTE, "", 1),
     ],
 )
-def test_as_many_programs_as_cores_and_memory_carry(monkeypatch, number, memory, ranks, expected):
+def test_default_workers_fit_cores_and_memory(monkeypatch, number, memory, ranks, expected):
     monkeypatch.setattr(machine, "cores", lambda root: number)
     monkeypatch.setattr(machine, "memory_limit", lambda root: memory)
     monkeypatch.setitem(os.environ, "LOCAL_WORLD_SIZE", ranks)
     assert default_workers(Limits(memory_bytes=512 * MEBIBYTE, disk_bytes=16 * MEBIBYTE)) == expected
-
-
-def test_this_machine():
-    assert 1 <= default_workers(Limits()) <= len(os.sched_getaffinity(0))
-    memory = memory_limit(machine.Path("/"))
-    assert memory is not None and memory > 64 * MEBIBYTE

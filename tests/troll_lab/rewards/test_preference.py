@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,35 +12,28 @@ SIZES: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
     "head_dim": 8,
-    "pad_token_id": 0,
 }
+SIZES |= {"num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": 0}
 
 
-def save(folder: Path, kind=Qwen3ForSequenceClassification, *, labels: int = 1, template=None, pad="<pad>") -> str:
+def save(folder, kind=Qwen3ForSequenceClassification, *, labels=1, template=None, pad="<pad>"):
+    """Writes a tiny reward model, or another model, and returns its folder as text."""
     kind(Qwen3Config(**SIZES | {"num_labels": labels})).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "b": 2}, unk_token="b"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad)
-    fast.chat_template = template
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, chat_template=template)
     fast.save_pretrained(folder)
     return str(folder)
 
 
-def test_it_scores_texts(tmp_path):
-    model = load_reward_model(save(tmp_path), conversational=False)
+@pytest.mark.parametrize("conversational", [False, True])
+def test_reward_model_scores_texts_and_keeps_no_cache(tmp_path, conversational):
+    template = "{{ messages[0].content }}" if conversational else None
+    model = load_reward_model(save(tmp_path, template=template), conversational=conversational)
     output = model(input_ids=torch.tensor([[1, 2], [2, 1]]))
     assert output.logits.shape == (2, 1)
     assert output.past_key_values is None  # it reads a whole rollout at once
-
-
-def test_a_chat_template_is_for_conversations(tmp_path):
-    folder = save(tmp_path / "with", template="{{ messages[0].content }}")
-    load_reward_model(folder, conversational=True)
-    with pytest.raises(ValueError, match="has no chat template"):
-        load_reward_model(save(tmp_path / "without"), conversational=True)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +42,12 @@ def test_a_chat_template_is_for_conversations(tmp_path):
         ({"kind": Qwen3ForCausalLM}, "is not a reward model: it has no weights for score.weight"),
         ({"labels": 3}, "cannot load the reward model"),
         ({"pad": None}, "has no token to pad with"),
+        ({}, "has no chat template"),
         (None, "cannot load the reward model '.*'"),
     ],
 )
 def test_load_reward_model_refuses_other_models(tmp_path, arguments, message):
     folder = str(tmp_path) if arguments is None else save(tmp_path, **arguments)
     with pytest.raises(ValueError, match=message) as error:
-        load_reward_model(folder, conversational=False)
+        load_reward_model(folder, conversational=arguments == {})
     assert "\n" not in str(error.value)

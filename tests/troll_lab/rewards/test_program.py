@@ -12,85 +12,62 @@ STREAM = parse_tests(json.dumps({"inputs": [""], "outputs": [""]}))
 F = "def f(x):\n    return x + 1\n"
 
 
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        (F, F),
-        (f"```python\n{F}```", F),
-        (f"Sure!\n\n```py\n{F}```\n\nThis adds one.", F),
-        (f"````python\n{F}```\n````", F + "```\n"),
-        (f"```python\n{F}", F + "\n"),
-        (f"```python\ndef f(x): pass\n```\nBetter:\n```python\n{F}```", F),
-        ("```python\nx = 1\n```\n```python\ny = 2\n```", "y = 2\n"),
-        ("1. Code:\n   ```python\n   def f(x):\n       return x + 1\n   ```", F),
-        ("```python\n    def f(x):\n        return x + 1\n```", F),
-        (F.replace("\n", "\r\n"), F),
-        (f"```python\n{F}```\n".replace("\n", "\r\n"), F),
-        ("  s = '''\n\n   \n  '''\n  t = 1", "s = '''\n\n   \n'''\nt = 1"),
-        (f"<think>\n```python\ndef f(x): pass\n```\n</think>\n```python\n{F}```", F),
-        ("", None),
-        (" \n\t\n", None),
-        ("```python\n```", None),
-        ("```json\n{}\n```", None),
-        (f"{F}```\n\nThis adds one.", F),  # the fence was opened by the prompt
-        (f"{F}```\nprint(f(1))\n```\n", F),
-        ("x" * MAX_PROGRAM, "x" * MAX_PROGRAM),
-        ("x" * (MAX_PROGRAM + 1), None),
-    ],
-)
-def test_the_program_in_a_completion(completion, program):
-    assert read_program(completion, TESTS) == program
-
-
 PREFIX = 'import math\n\ndef f(x):\n    """Adds one."""\n'
-
-
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        ("    return x + 1", PREFIX + "    return x + 1"),
-        ("    y = x\n\n    return y\n\nprint(f(1))\ndef g(): pass", PREFIX + "    y = x\n\n    return y\n"),
-        ("```python\n    return x + 1\n```", PREFIX + "    return x + 1\n"),
-        ("    return x + 1\n```\n\nThis adds one.", PREFIX + "    return x + 1\n"),
-        ("    return x + 1\n```\nUse:\n```python\nprint(f(1))\n```", PREFIX + "    return x + 1\n"),
-        ("\n    return x + 1\n\ndef f(x):\n    pass", PREFIX + "\n    return x + 1\n"),
-        (f"Like this:\n```python\n{F}```", f"import math\n\n{F}"),
-        (f"  1. Add one.\n  2. Return.\n\n```python\n{F}```", f"import math\n\n{F}"),
-        (f"```python\n{F}```", f"import math\n\n{F}"),
-        (F, f"import math\n\n{F}"),
-        (PREFIX + "    return x + 1", PREFIX + "    return x + 1"),
-        ("", None),
-    ],
-)
-def test_a_completion_may_continue_a_prefix(completion, program):
-    assert read_program(completion, TESTS, PREFIX) == program
+FUTURE = "from __future__ import annotations"
+SPLIT = '"Text."\nfrom __future__ import (\n  annotations,\n)'
 
 
 @pytest.mark.parametrize(
     ("prefix", "completion", "program"),
     [
+        ("", F, F),
+        ("", f"```python\n{F}```", F),
+        ("", f"Sure!\n\n```py\n{F}```\n\nThis adds one.", F),
+        ("", f"````python\n{F}```\n````", F + "```\n"),
+        ("", f"```python\n{F}", F + "\n"),
+        ("", f"```python\ndef f(x): pass\n```\nBetter:\n```python\n{F}```", F),
+        ("", "```python\nx = 1\n```\n```python\ny = 2\n```", "y = 2\n"),
+        ("", "1. Code:\n   ```python\n   def f(x):\n       return x + 1\n   ```", F),
+        ("", "```python\n    def f(x):\n        return x + 1\n```", F),
+        ("", F.replace("\n", "\r\n"), F),
+        ("", f"```python\n{F}```\n".replace("\n", "\r\n"), F),
+        ("", "  s = '''\n\n   \n  '''\n  t = 1", "s = '''\n\n   \n'''\nt = 1"),
+        ("", f"<think>\n```python\ndef f(x): pass\n```\n</think>\n```python\n{F}```", F),
+        ("", "", None),
+        ("", " \n\t\n", None),
+        ("", "```python\n```", None),
+        ("", "```json\n{}\n```", None),
+        ("", f"{F}```\n\nThis adds one.", F),  # the fence was opened by the prompt
+        ("", f"{F}```\nprint(f(1))\n```\n", F),
+        ("", "x" * MAX_PROGRAM, "x" * MAX_PROGRAM),
+        ("", "x" * (MAX_PROGRAM + 1), None),
+        (PREFIX, "    return x + 1", PREFIX + "    return x + 1"),
+        (PREFIX, "    y = x\n\n    return y\n\nprint(f(1))\ndef g(): pass", PREFIX + "    y = x\n\n    return y\n"),
+        (PREFIX, "```python\n    return x + 1\n```", PREFIX + "    return x + 1\n"),
+        (PREFIX, "    return x + 1\n```\n\nThis adds one.", PREFIX + "    return x + 1\n"),
+        (PREFIX, "    return x + 1\n```\nUse:\n```python\nprint(f(1))\n```", PREFIX + "    return x + 1\n"),
+        (PREFIX, "\n    return x + 1\n\ndef f(x):\n    pass", PREFIX + "\n    return x + 1\n"),
+        (PREFIX, f"Like this:\n```python\n{F}```", f"import math\n\n{F}"),
+        (PREFIX, f"  1. Add one.\n  2. Return.\n\n```python\n{F}```", f"import math\n\n{F}"),
+        (PREFIX, f"```python\n{F}```", f"import math\n\n{F}"),
+        (PREFIX, F, f"import math\n\n{F}"),
+        (PREFIX, PREFIX + "    return x + 1", PREFIX + "    return x + 1"),
+        (PREFIX, "", None),
         ("def f(x):\n", F, F),
         ("class A:\n    def f(self): pass\n\n\ndef f(x):\n", F, f"class A:\n    def f(self): pass\n\n{F}"),
         ("import a\n\n@a.b\n@a.c\ndef f(x):\n", F, f"import a\n\n{F}"),
         ("import a\r\ndef f(x):\r\n", F, f"import a\n\n{F}"),
-        ("import a\ndef f(x):\n", f"from __future__ import annotations\n{F}", None),
-        ("import a\ndef f(x):\n", f'"Text."\nfrom __future__ import (\n  annotations,\n)\nimport b\n\n{F}', None),
-        ("import a\ndef f(x):\n", f"from __future__ import annotations  # late (PEP 563)\n{F}", None),
+        ("import a\ndef f(x):\n", f"{FUTURE}\n{F}", f"{FUTURE}\n\nimport a\n\n{F}"),
+        ("import a\ndef f(x):\n", f"{SPLIT}\nimport b\n\n{F}", f"{SPLIT}\n\nimport a\n\nimport b\n\n{F}"),
+        ("import a\ndef f(x):\n", f"{FUTURE}  # (PEP 563)\n{F}", f"{FUTURE}  # (PEP 563)\n\nimport a\n\n{F}"),
         ("import a\n", F, F),  # no signature, so nothing says where the head would end
     ],
 )
-def test_read_program_keeps_imports_and_helpers_of_the_prefix(prefix, completion, program):
-    found = read_program(completion, TESTS, prefix)
-    assert found is not None
-    compile(found, "program", "exec")
-    if program is None:  # the future stays in front
-        assert found.index("__future__") < found.index("import a\n") < found.index("def f")
-        assert sorted(found.split()) == sorted(f"{completion} import a".split())
-    else:
-        assert found == program
+def test_read_program_finds_program_and_its_prefix(prefix, completion, program):
+    assert read_program(completion, TESTS, prefix) == program
 
 
-def test_read_program_keeps_a_helper_of_the_prefix_that_the_tests_use():
+def test_read_program_keeps_helpers_that_the_tests_use():
     tests = datasets.code_tests(json.dumps({"check": "def check(c): assert h(c(1)) == 2", "entry_point": "f"}))
     assert tests.inferred == ("h",)
     helper = "import a\n\ndef h(x): return x"
@@ -99,7 +76,7 @@ def test_read_program_keeps_a_helper_of_the_prefix_that_the_tests_use():
     assert read_program(both, tests, f"{helper}\n\ndef f(x):\n") == f"import a\n\n{both}"
 
 
-def test_a_program_has_the_definitions_of_other_blocks_and_the_head_of_the_prefix():
+def test_read_program_adds_other_blocks_and_head_of_prefix():
     future = "from __future__ import annotations\n"
     completion = f"```python\nONE = 1\nprint(ONE)\n```\n```python\n{future}def f(x): return x + ONE\n```"
     found = read_program(completion, TESTS, PREFIX)
@@ -114,14 +91,14 @@ def test_a_program_has_the_definitions_of_other_blocks_and_the_head_of_the_prefi
      "x = y\n" * 160000, "@a\n" * 300000, '"""\n' * 250000, "import a." * 110000, "for a in b: " * 80000, "'" * 10**6,
      "from a import (b as c, " * 40000, "a, " * 300000, "x = (" * 200000, "def a(): b()\n" * 70000, ">>> a\n" * 160000],
 )  # fmt: skip
-def test_reading_takes_linear_time(text):
-    text = text[:200_000]
+def test_read_program_takes_linear_time(text):
+    text = text[:80_000]
     start = time.process_time()
     for each in (text, f"```py\n{text[: MAX_PROGRAM - 50]}\n```\n```py\nprint(x)\n```"):
         read_program(each, TESTS)
         read_program(each, TESTS, PREFIX)
         read_program(each, STREAM)
-    assert time.process_time() - start < 1.5
+    assert time.process_time() - start < 1  # a fifth of a second at most, on a quiet machine
 
 
 READS = "n = int(input())\nprint(n)\n"
@@ -142,7 +119,7 @@ def program_in(text: str, names: tuple[str, ...] = ("f",), whole: bool = False) 
      "python,linenos", "{.python .numberLines}", "{python}", "python {1,3}", "python 3", "ipython", "pypy3"],
 )  # fmt: skip
 @pytest.mark.parametrize("fence", ["```", "~~~", "`````"])
-def test_only_the_first_word_after_the_fence_is_the_language(info: str, fence: str) -> None:
+def test_first_word_after_the_fence_is_the_language(info: str, fence: str) -> None:
     text = f"{fence}{info}\n{F}{fence}\n\nOutput:\n{fence}\ndef f(x): pass\n{fence}\n"
     assert program_in(text) == F
 
@@ -174,7 +151,7 @@ DRAFT = "def f(x):\n    return helper(x)\n\nprint(f(1))\nassert f(1) == 3\n"
         (fenced(DRAFT, F, "print(f(1))\nassert f(1) == 2\n"), F),
     ],
 )
-def test_the_block_that_is_marked_or_defines_what_is_tested(text: str, program: str) -> None:
+def test_program_among_prefers_marked_and_tested_blocks(text: str, program: str) -> None:
     assert program_in(text) == program
 
 
@@ -211,7 +188,7 @@ def test_defines_ignores_other_uses_of_a_name(program: str) -> None:
         (("n = int(input())\nprint(n + 1)\n", READS, "print(7)\n"), 1),  # the first is a draft
     ],
 )
-def test_which_block_is_a_whole_program(blocks: tuple[str, ...], chosen: int) -> None:
+def test_program_among_finds_a_whole_program(blocks: tuple[str, ...], chosen: int) -> None:
     assert program_in(fenced(*blocks), (), whole=True) == blocks[chosen]
 
 
@@ -273,7 +250,7 @@ if __name__ == "__main__":
 '''
 
 
-def test_program_among_puts_needed_definitions_of_other_blocks_in_front() -> None:
+def test_program_among_adds_needed_definitions() -> None:
     later = "def f(x):\n    return helper(x) % MOD, queue([x]), LETTERS\n"
     space = ran(program_in(fenced(EARLIER, later, "print(f(1))\n")))
     assert space["f"](1.5)[0] == 2  # type: ignore[operator]
@@ -284,12 +261,12 @@ def test_program_among_puts_needed_definitions_of_other_blocks_in_front() -> Non
     assert ran(program_in(drafts))["f"](5) == 1  # type: ignore[operator]
 
 
-def test_program_among_takes_tested_names_from_several_blocks() -> None:
+def test_program_among_joins_blocks_with_tested_names() -> None:
     text = fenced("class A:\n    x = 1\n", "def g(): return 1\n", "def f(): return 0\n")
     assert {"A", "f", "g"} <= ran(program_in(text, ("A", "f", "g"))).keys()
 
 
-def test_program_among_keeps_definitions_for_a_block_with_only_a_call() -> None:
+def test_program_among_adds_definitions_to_a_bare_call() -> None:
     main = "import sys\ndef main():\n    n = int(input())\n    print(n)\n\nsys.setrecursionlimit(9999)\n"
     found = program_in(fenced(main, "if __name__ == '__main__':\n    main()\n"), (), whole=True)
     assert found is not None and found.startswith("def main") and found.endswith("    main()\n")
@@ -306,6 +283,6 @@ def test_program_among_keeps_definitions_for_a_block_with_only_a_call() -> None:
         "def f(n): return input(n), n.helper, n.MOD\n",
     ],
 )
-def test_a_program_that_needs_nothing_gets_nothing(program: str) -> None:
+def test_program_among_adds_nothing_that_is_not_needed(program: str) -> None:
     spoiled = "import nowhere\ninput = None\ndef helper(x: Missing): pass\nhalf = n // 2\nsum = {}\nMOD = 7\n"
     assert program_in(fenced(spoiled, program)) == program

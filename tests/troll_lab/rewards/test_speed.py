@@ -47,6 +47,7 @@ NO_FASTER = {
 #: Programs that use next to no CPU time and are wrong.
 WRONG = {
     "prints nothing": "",
+    "prints another number": "print(3)\n",
     "exits early": "import os\nos._exit(0)\n",
     "sleeps instead": "import time\ntime.sleep(0.05)\nprint(0)\n",
     "forks": "import os\nn = int(input())\nif os.fork() == 0:\n    print(f(n), flush=True)\n    os._exit(0)\n"
@@ -66,6 +67,7 @@ NO_FASTER_CALLED = {
     "        serve = thing.serve\n        thing.serve = lambda: (serve(), time.sleep(10))\n",
 }
 WRONG_CALLED = {
+    "returns another number": "def f(n):\n    return 3\n",
     "exits early": "import os\nos._exit(0)\n",
     "exits when called": "import os\ndef f(n):\n    os._exit(0)\n",
     "sleeps instead": "import time\ndef f(n):\n    time.sleep(0.01)\n    return 0\n",
@@ -86,36 +88,25 @@ def paid(reward: Reward, programs: list[str], tests: str, reference: str) -> lis
 
 
 @pytest.mark.needs_bubblewrap
-def test_time_saved_pays_a_right_program_for_the_cpu_time_that_it_saves(grader: CodeGrader) -> None:
+@pytest.mark.parametrize(
+    ("tests", "reference", "fast", "no_faster", "wrong"),
+    [
+        (STREAM, LOOP + PRINT, FORMULA + PRINT, {name: LOOP + text for name, text in NO_FASTER.items()}, WRONG),
+        (CALLS, LOOP, FORMULA, NO_FASTER_CALLED, WRONG_CALLED),
+    ],
+    ids=["streams", "calls"],
+)
+def test_time_saved_pays_only_right_and_faster_programs(
+    grader: CodeGrader, tests: str, reference: str, fast: str, no_faster: dict[str, str], wrong: dict[str, str]
+) -> None:
     reward = time_saved(grader)
-    streams = paid(reward, [FORMULA + PRINT, LOOP + PRINT, FORMULA + "print(3)"], STREAM, LOOP + PRINT)
-    calls = paid(reward, [FORMULA, LOOP, "def f(n): return 3"], CALLS, LOOP)
-    for fast, same, wrong in (streams, calls):
-        assert fast is not None and same is not None
-        assert 0 <= same < 0.5 < fast < 1
-        assert wrong == 0
-
-
-@pytest.mark.needs_bubblewrap
-def test_time_saved_pays_next_to_nothing_for_tricks_that_save_nothing(grader: CodeGrader) -> None:
-    reward = time_saved(grader)
-    for programs, tests, reference, fast in (
-        ({name: LOOP + program for name, program in NO_FASTER.items()}, STREAM, LOOP + PRINT, FORMULA + PRINT),
-        (NO_FASTER_CALLED, CALLS, LOOP, FORMULA),
-    ):
-        texts = [*programs.values(), fast]
-        *tricks, honest = paid(reward, texts, tests, reference)
-        assert honest is not None
-        assert all(verdict.success for verdict in grader.grade(texts, tests=[tests] * len(texts)))
-        assert [name for name, each in zip(programs, tricks, strict=True) if each is None or each > honest / 2] == []
-
-
-@pytest.mark.needs_bubblewrap
-def test_time_saved_pays_nothing_for_wrong_programs_without_cpu_time(grader: CodeGrader) -> None:
-    reward = time_saved(grader)
-    streams = [LOOP + program for program in WRONG.values()]
-    assert paid(reward, streams, STREAM, LOOP + PRINT) == [0.0] * len(streams)
-    assert paid(reward, list(WRONG_CALLED.values()), CALLS, LOOP) == [0.0] * len(WRONG_CALLED)
+    texts = [fast, reference, *no_faster.values()]
+    honest, same, *tricks = paid(reward, texts, tests, reference)
+    assert honest is not None and same is not None
+    assert 0 <= same < 0.5 < honest < 1
+    assert all(verdict.success for verdict in grader.grade(texts, tests=[tests] * len(texts)))
+    assert [name for name, each in zip(no_faster, tricks, strict=True) if each is None or each > honest / 2] == []
+    assert paid(reward, [LOOP + text for text in wrong.values()], tests, reference) == [0.0] * len(wrong)
 
 
 class Timed:
@@ -139,7 +130,7 @@ def timed(*seconds: float | str, rest: str = "pass") -> str:
 TWO = json.dumps({"inputs": ["", ""], "outputs": ["", ""]})
 
 
-def test_time_saved_is_the_share_of_the_references_seconds() -> None:
+def test_time_saved_is_the_share_of_reference_seconds() -> None:
     reward = time_saved(CodeGrader(sandbox=Timed(), workers=1), resolution=0.1)
     programs = [timed(0.2, 0.2), timed(0.4, 0.5), timed(0.4, 0.6), timed(0.0, 0.0), timed(0.0, 0.0, rest="wrong"), ""]
     rewards = paid(reward, programs, TWO, timed(0.5, 0.4))
@@ -148,7 +139,7 @@ def test_time_saved_is_the_share_of_the_references_seconds() -> None:
     assert leaves_unscored(reward)
 
 
-def test_time_saved_runs_a_reference_once_it_is_needed_and_no_completion_again() -> None:
+def test_time_saved_runs_reference_once_and_no_program_again() -> None:
     sandbox = Timed()
     grader = CodeGrader(sandbox=sandbox, workers=1)
     reward = time_saved(grader, runs=2)
@@ -163,14 +154,14 @@ def test_time_saved_runs_a_reference_once_it_is_needed_and_no_completion_again()
     assert sandbox.programs == [wrong, right, reference, reference]
 
 
-def test_time_saved_leaves_a_completion_unscored_if_it_or_its_reference_cannot_be_tested() -> None:
+def test_time_saved_is_unscored_where_one_cannot_be_tested() -> None:
     reward = time_saved(CodeGrader(sandbox=Timed(), workers=1, limits=Limits(wall_seconds=0.05)))
     assert paid(reward, [timed(0.1, 0.1, rest="broken")], TWO, timed(0.5, 0.5)) == [None]
     programs = [timed(0.1, 0.1), timed(0.1, 0.1, rest="wrong")]
     assert paid(reward, programs, TWO, timed(0.5, 0.5, rest="broken")) == [None, 0.0]
 
 
-def test_time_saved_ignores_a_failure_of_the_reference_next_to_a_pass() -> None:
+def test_time_saved_ignores_one_failure_of_the_reference() -> None:
     class OverOnce(Timed):
         def __call__(self, program: str, *arguments: Any, **options: Any) -> list[Outcome]:
             outcomes = super().__call__(program, *arguments, **options)
@@ -181,14 +172,22 @@ def test_time_saved_ignores_a_failure_of_the_reference_next_to_a_pass() -> None:
     assert paid(reward, [timed(0.2, 0.2)], TWO, timed(0.5, 0.4)) == pytest.approx([0.5], abs=1e-12)
 
 
-def test_time_saved_names_mistakes_of_its_user() -> None:
-    grader = CodeGrader(sandbox=Timed(), workers=1)
-    with pytest.raises(ValueError, match="runs must be at least 1, got 0"):
-        time_saved(grader, runs=0)
-    with pytest.raises(ValueError, match="resolution must be finite and above 0, got 0"):
-        time_saved(grader, resolution=0.0)
-    reward = time_saved(grader)
-    with pytest.raises(ValueError, match="row 0: the reference does not pass its tests: says so"):
-        paid(reward, [timed(0.1, 0.1)], TWO, timed(0.5, 0.5, rest="wrong"))
-    with pytest.raises(ValueError, match="a program has no CPU time: time_saved takes a CodeGrader with bubblewrap"):
-        paid(reward, [timed(0.1, "-")], TWO, timed(0.5, 0.5))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"runs": 0}, "runs must be at least 1, got 0"), ({"resolution": 0.0}, "resolution must be .* above 0, got 0")],
+)
+def test_time_saved_refuses_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        time_saved(CodeGrader(sandbox=Timed(), workers=1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("program", "reference", "message"),
+    [
+        (timed(0.1, 0.1), timed(0.5, 0.5, rest="wrong"), "row 0: the reference does not pass its tests: says so"),
+        (timed(0.1, "-"), timed(0.5, 0.5), "a program has no CPU time: .* CodeGrader with bubblewrap"),
+    ],
+)
+def test_time_saved_needs_right_reference_and_cpu_time(program: str, reference: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paid(time_saved(CodeGrader(sandbox=Timed(), workers=1)), [program], TWO, reference)

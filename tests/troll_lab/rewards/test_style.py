@@ -6,73 +6,48 @@ GOOD = " value of its first argument, which must be an integer."
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("function", "text", "expected"),
     [
-        ("", []),
-        ("  One, two;\nTHREE.", ["one", "two", "three"]),
-        ("os.path isn't 3.5 __init__", ["os", "path", "isn't", "3", "5", "__init__"]),
-        ("it’s", ["it’s"]),
+        (words_of, "", []),
+        (words_of, "  One, two;\nTHREE.", ["one", "two", "three"]),
+        (words_of, "os.path isn't 3.5 __init__", ["os", "path", "isn't", "3", "5", "__init__"]),
+        (words_of, "it’s", ["it’s"]),
+        (variety, "", 1),
+        (variety, "a a a of of", 1),
+        (variety, "same same", 0.5),
+        (variety, "Same words, same WORDS", 0.5),
+        (variety, "four different long words", 1),
+        (is_one_sentence, "ends here.", True),
+        (is_one_sentence, " spaces around. ", True),
+        (is_one_sentence, "see os.path and 3.5.", True),
+        (is_one_sentence, "an ellipsis...", True),
+        (is_one_sentence, "does not end", False),
+        (is_one_sentence, "", False),
+        (is_one_sentence, "Two of. them.", False),
+        (is_one_sentence, "A question? Yes.", False),
+        (is_one_sentence, "loud!", False),
+        (lambda text: length_score(text, 4), "word " * 0, 0),
+        (lambda text: length_score(text, 4), "word " * 3, 0.75),
+        (lambda text: length_score(text, 4), "word " * 4, 1),
+        (lambda text: length_score(text, 4), "word " * 6, 0.5),
+        (lambda text: length_score(text, 4), "word " * 40, 0),
     ],
 )
-def test_words(text, words):
-    assert words_of(text) == words
+def test_parts_of_style(function, text, expected):
+    assert function(text) == expected
 
 
-@pytest.mark.parametrize(("count", "score"), [(0, 0), (3, 0.75), (4, 1), (6, 0.5), (8, 0), (40, 0)])
-def test_length_score_falls_linearly_on_both_sides(count, score):
-    assert length_score("word " * count, 4) == pytest.approx(score)
-
-
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("", 1),
-        ("a a a of of", 1),
-        ("same same", 0.5),
-        ("Same words, same WORDS", 0.5),
-        ("four different long words", 1),
-    ],
-)
-def test_variety_counts_long_words(text, share):
-    assert variety(text) == share
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("ends here.", True),
-        (" spaces around. ", True),
-        ("see os.path and 3.5.", True),
-        ("does not end", False),
-        ("", False),
-        ("Two of. them.", False),
-        ("A question? Yes.", False),
-        ("an ellipsis...", True),
-        ("loud!", False),
-    ],
-)
-def test_one_sentence(text, expected):
-    assert is_one_sentence(text) is expected
-
-
-def test_success_takes_all_of_the_style_and_the_score_grades_it():
+def test_style_is_met_by_all_parts_and_scored_by_their_mean():
     style = Style(words=10, tolerance=1)
-    assert style.is_met(GOOD)
-    assert style.score(GOOD) == 1
+    assert style.is_met(GOOD) and style.score(GOOD) == 1
+    assert style.is_met(GOOD.replace("first ", ""))
     for worse in (GOOD.rstrip("."), GOOD.replace("integer", "argument"), GOOD + " More.", " It is short."):
         assert not style.is_met(worse)
         assert 0 < style.score(worse) < 1
-    assert style.is_met(GOOD.replace("first ", ""))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"words": 0}, "words must be a whole number of at least 1, got 0"),
-        ({"words": 2.5}, "words must be a whole number of at least 1, got 2.5"),
-        ({"tolerance": -1}, "tolerance must be a whole number of at least 0, got -1"),
-    ],
-)
-def test_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("arguments", [{"words": 0}, {"words": 2.5}, {"tolerance": -1}])
+def test_style_refuses_bad_settings(arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least .*, got {value}"):
         Style(**arguments)

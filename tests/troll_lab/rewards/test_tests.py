@@ -57,7 +57,7 @@ def test_parse_tests_reads_each_form(text, tests):
         ("assert f.cache is None", {"f"}, set()),
     ],
 )
-def test_names_that_tests_take_from_the_program(source, inferred, modules):
+def test_parse_tests_infers_names_of_the_program(source, inferred, modules):
     tests = datasets.code_tests(json.dumps({"asserts": [source]}))
     assert (set(tests.inferred), set(tests.modules)) == (inferred, modules)
 
@@ -92,7 +92,7 @@ def test_parse_tests_names_mistakes(text, message):
         parse_tests(text)
 
 
-def test_the_names_of_the_real_tasks():
+def test_parse_tests_infers_names_of_the_real_tasks():
     for problem in datasets.mbpp():
         tests = datasets.code_tests(problem.tests)
         assert len(tests.names + tests.inferred) == (2 if problem.name == "MBPP/367" else 1)

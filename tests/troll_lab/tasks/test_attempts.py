@@ -33,17 +33,17 @@ def load(**options: Any) -> Any:
         ("", ""),
     ],
 )
-def test_what_follows_the_first_right_attempt_is_not_needed(text, needed):
+def test_needed_length_ends_with_first_right_attempt(text, needed):
     assert text[: needed_length(text, " wait ", lambda attempt: attempt == "12")] == needed
 
 
-def test_a_token_that_reaches_beyond_the_end_is_needed():
+def test_tokens_until_counts_tokens_across_the_end():
     pieces = ["1", "2 wa", "it ", "12", ""]
     counts = [tokens_until(length, range(5), lambda ids: "".join(pieces[i] for i in ids)) for length in (0, 1, 2, 5, 6)]
     assert counts == [0, 1, 2, 2, 3]
 
 
-def test_only_redundant_tokens_of_right_completions_are_worth_less():
+def test_redundant_tokens_of_right_completions_are_worth_less():
     success, redundant, length = load().reward_funcs
     right = questions("chain_sum", OPTIONS, split="train", size=1)[0].answer
     texts = [right, f"99 wait {right} wait {right}", f"{right} wait 99", f"{right} wait {right}"]
@@ -52,6 +52,8 @@ def test_only_redundant_tokens_of_right_completions_are_worth_less():
     ids = [tokenizer(text + end)["input_ids"] for text, end in zip(texts, ends, strict=True)]
     asked = {"prompts": [None] * 4, "completions": texts, "completion_ids": ids, "question_id": [0] * 4}
     assert success(**asked) == [1, 1, 0, 1]
+    chat = [[{"role": "assistant", "content": text}] for text in texts]
+    assert success(**asked | {"completions": chat}) == [1, 1, 0, 1]
     assert redundant(**asked) == [0, 0, 0, 0]
     assert length(**asked) == [-len(each) for each in ids]
     again = len(f" wait {right}")
@@ -61,12 +63,6 @@ def test_only_redundant_tokens_of_right_completions_are_worth_less():
         None,
         [0] * len(right) + [-1] * again,
     ]
-
-
-def test_a_conversation_counts_by_its_last_message():
-    right = questions("chain_sum", OPTIONS, split="train", size=1)[0].answer
-    messages = [[{"role": "assistant", "content": f"99 wait {right}"}]]
-    assert load().reward_funcs[0](prompts=[None], completions=messages, question_id=[0]) == [1.0]
 
 
 def test_warm_up_answers_are_overthought():
@@ -81,6 +77,6 @@ def test_warm_up_answers_are_overthought():
 
 
 @pytest.mark.parametrize("options", [{"attempts": ""}, {"attempts": 3}, {"answer_format": "<{answer}>"}])
-def test_attempts_that_cannot_be_read_are_refused(options):
+def test_attempts_option_is_refused(options):
     with pytest.raises(TaskError, match="task option attempts must be a text, without an answer_format, got"):
         load(**options)

@@ -13,7 +13,7 @@ TEMPLATE = (
 )
 
 
-def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:  # noqa: F811
+def test_prompt_texts_apply_the_chat_template(tiny_model: Path) -> None:  # noqa: F811
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     conversation = [{"role": "user", "content": "1 + 1?"}]

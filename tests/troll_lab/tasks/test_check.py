@@ -36,7 +36,7 @@ def _code(tests, references):
         ("B", "x = B", "B, 1234567"),
     ],
 )
-def test_gold_answers_are_restated_and_spoiled(gold, restated, spoiled):
+def test_golds_are_restated_and_spoiled(gold, restated, spoiled):
     assert restated_answer(gold) == restated
     assert spoiled_answer(gold) == spoiled
     grader = MathGrader()
@@ -50,37 +50,39 @@ def test_programs_are_restated_and_spoiled():
     assert spoiled_program(program) == "def double(x):\n    return None\nNone"
 
 
-def test_a_data_set_whose_golds_agree(write):
+def test_check_passes_golds_that_agree(write):
     task = _mathematics(write, "72", "72", r"\sqrt{2}", "1, 2")
     advanced: list[int] = []
     report = check(task, advance=advanced.append)
     assert report.counts == {("itself", True): 3, ("restated", True): 2, ("spoiled", True): 3}
     assert report.passed
     assert report.disagreements == []
+    console = Console(record=True, width=120)
+    show(report, console)
+    assert "verdict" not in console.export_text()  # no table of disagreements
     assert sum(advanced) == size(task) == 4
     assert check(task, limit=1).counts == {("itself", True): 1, ("restated", True): 1, ("spoiled", True): 1}
     assert size(task, limit=3) == 3
 
 
-@pytest.mark.parametrize("answer_format", ["boxed", "tag"])
-def test_golds_that_no_completion_can_match_are_found(write, answer_format):
-    unread = {"boxed": "{1, 2", "tag": "1</answer>2"}[answer_format]
-    task = _mathematics(write, "72", unread, answer_format=answer_format)
-    report = check(task)
-    assert not report.passed
-    assert report.counts["itself", True] == report.counts["itself", False] == 1
-    trial, verdict = next(each for each in report.disagreements if each[0].kind == "itself")
-    assert (trial.row, trial.gold, trial.given) == ("held-out 1", unread, unread)
+@pytest.mark.parametrize(
+    ("answer_format", "unread", "kinds"),
+    [
+        ("boxed", "{1, 2", ["itself"]),
+        ("tag", "1</answer>2", ["itself"]),
+        ("boxed", "special.erf(10/13)", ["restated"]),  # can be matched in one spelling only
+    ],
+)
+def test_check_finds_golds_that_cannot_be_matched(write, answer_format, unread, kinds):
+    report = check(_mathematics(write, "72", unread, answer_format=answer_format))
+    assert report.passed == ("itself" not in kinds)
+    assert report.counts["itself", True] == 2 - (not report.passed)
+    (trial, verdict), *_ = [each for each in report.disagreements if each[0].kind in kinds]
+    assert (trial.row, trial.gold) == ("held-out 1", unread)
     assert not verdict.success
 
 
-def test_golds_that_can_be_matched_in_one_spelling_only_are_found(write):
-    report = check(_mathematics(write, "special.erf(10/13)"))
-    assert report.passed
-    assert [trial.kind for trial, _ in report.disagreements] == ["restated"]
-
-
-def test_check_counts_unscored_trials_separately(write, monkeypatch):
+def test_check_counts_unscored_trials_apart(write, monkeypatch):
     task = _mathematics(write, "72")
     unscored = Verdict(None, "72", "unscored: \x1b[31mno processes")
     monkeypatch.setattr(MathGrader, "grade", lambda self, completions, **columns: [unscored] * len(completions))
@@ -94,7 +96,7 @@ def test_check_counts_unscored_trials_separately(write, monkeypatch):
     assert "\x1b" not in page
 
 
-def test_the_report_shows_the_first_disagreements(write):
+def test_report_shows_the_first_20_disagreements(write):
     console = Console(record=True, width=200)
     show(check(_mathematics(write, *(f"special.erf({number}/13)" for number in range(1, 31)))), console)
     page = console.export_text()
@@ -103,7 +105,7 @@ def test_the_report_shows_the_first_disagreements(write):
 
 
 @pytest.mark.needs_bubblewrap
-def test_code_is_checked_by_its_solutions():
+def test_check_grades_code_by_its_solutions():
     tests = {"asserts": ["assert double(4) == 8"]}
     weak = {"asserts": ["assert callable(double)"]}
     right = "def double(x):  # twice\n    return 2 * x\n"
@@ -119,7 +121,7 @@ def test_code_is_checked_by_its_solutions():
 
 
 @pytest.mark.needs_bubblewrap
-def test_check_refuses_other_rewards_and_data_without_solutions():
+def test_check_needs_mathematics_or_code_with_solutions():
     with pytest.raises(TaskError, match="task 'own' has tests, but no solutions"):
         check(_code([{"asserts": ["assert f() == 1"]}], [None]))
     rows = Dataset.from_dict({"prompt": ["?"]})

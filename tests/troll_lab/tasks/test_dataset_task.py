@@ -53,7 +53,7 @@ def test_take_names_the_option_that_is_wrong(kind, value, message):
         options(a=value).take("a", kind, "default")
 
 
-def test_columns_and_unknown_options_are_named():
+def test_options_name_unknown_columns_and_options():
     with pytest.raises(TaskError, match="columns must be a mapping of names"):
         options(columns=["a"]).columns({})
     with pytest.raises(TaskError, match="task 'mine' reads no column 'reply'; it reads prompt"):

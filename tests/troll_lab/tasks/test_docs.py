@@ -23,14 +23,14 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def test_the_page_shows_the_examples():
+def test_page_shows_the_examples():
     warm_up, geometry = blocks("yaml")
     assert geometry == (EXAMPLES / "geometry.yaml").read_text()
     assert WarmUp(**yaml.safe_load(warm_up)["warm_up"]).format_share == 0.02
     assert blocks("python")[0] == (EXAMPLES / "sorting.py").read_text()
 
 
-def test_the_page_names_the_data_sets_that_are_refused_or_have_a_verifier():
+def test_page_names_refused_and_verified_data_sets():
     section = REFERENCE.partition("## Data sets of reasoning-gym\n")[2].partition("\n## ")[0]
     texts = section.partition("any text:")[2].partition("\n- ")[0], section.partition("| refused | reason |\n")[2]
     verified, refused = (sorted(set(JUDGES).intersection(re.findall(r"`(\w+)`", text))) for text in texts)
@@ -39,7 +39,7 @@ def test_the_page_names_the_data_sets_that_are_refused_or_have_a_verifier():
     assert re.findall(r"^- (\d+) are", section, re.MULTILINE) == [str(len(verified)), str(len(refused))]
 
 
-def test_the_yaml_example():
+def test_yaml_example():
     task = load_task(TaskConfig(str(EXAMPLES / "geometry.yaml"), eval_size=2), for_training=True)
     assert (len(task.train_dataset), len(task.eval_dataset)) == (4, 2)
     (success,) = task.reward_funcs
@@ -49,22 +49,20 @@ def test_the_yaml_example():
 
 
 @pytest.mark.parametrize(("argument", "length"), [("", 5), (":8", 8)])
-def test_the_python_example(argument, length):
-    task = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=50), for_training=True)
+def test_python_example(argument, length):
+    name = f"{EXAMPLES / 'sorting.py'}{argument}"
+    task = load_task(TaskConfig(name, train_size=50), for_training=True)
     assert (len(task.train_dataset), len(task.eval_dataset)) == (50, 256)
-    for size in (1, None):
-        other = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=size, eval_size=None))
-        assert other.eval_dataset["prompt"][:256] == task.eval_dataset["prompt"]
-        assert not set(other.train_dataset["prompt"]) & set(other.eval_dataset["prompt"])
-    assert len(other.train_dataset) > 8000
-    answers = task.train_dataset["answer"]
-    assert answers[0].count(",") == length - 1
+    whole = load_task(TaskConfig(name, eval_size=None))
+    assert whole.eval_dataset["prompt"][:256] == task.eval_dataset["prompt"]
+    assert not set(whole.train_dataset["prompt"]) & set(whole.eval_dataset["prompt"])
+    answer = task.train_dataset["answer"][0]
+    assert answer.count(",") == length - 1
     (success,) = task.reward_funcs
-    given = [f"<answer>{answers[0]}</answer>", answers[0]]
-    assert success(prompts=["", ""], completions=given, answer=[answers[0]] * 2) == [1.0, 0.0]
+    assert success(prompts=[""] * 2, completions=[f"<answer>{answer}</answer>", answer], answer=[answer] * 2) == [1, 0]
 
 
-def test_the_script_for_trl(monkeypatch):
+def test_script_for_trl(monkeypatch):
     made = {}
     monkeypatch.setattr("troll.trl.TrollTrainer", lambda **arguments: made.update(arguments))
     monkeypatch.setattr("troll.trl.TrollConfig", lambda **settings: settings)
@@ -76,7 +74,7 @@ def test_the_script_for_trl(monkeypatch):
     assert success(prompts=rows["prompt"], completions=completions, answer=rows["answer"]) == [1.0] * len(completions)
 
 
-def test_the_script_for_verl(hub, tmp_path, monkeypatch):
+def test_script_for_verl(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train, test = [{"question": "a?", "answer": "#### 1"}], [{"question": "b?", "answer": "#### 2"}]
     hub(("openai/gsm8k", "main"), train=train, test=test)

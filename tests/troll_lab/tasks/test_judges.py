@@ -2,14 +2,12 @@ import json
 import re
 import time
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS, create_dataset
-from reasoning_gym.games.knight_swap import KnightSwapLogic
 
 from troll_lab.tasks import TaskConfig, TaskError, load_task
 from troll_lab.tasks.judges import JUDGES, Judge
@@ -194,31 +192,11 @@ def test_verifier_that_evaluates_the_answer_is_not_asked() -> None:
     assert not found.intersection(BY_VERIFIER)
 
 
-def test_calendar_arithmetic_and_figlet_font_pay_no_partial_credit() -> None:
-    for name, answer, wrong in (("calendar_arithmetic", "-1", "7"), ("figlet_font", "ABCDEFGHIJ", "ABCDEFGHIJK")):
-        verifier = create_dataset(name, size=1)
-        entry = {"question": "", "answer": answer, "metadata": {"source_dataset": name, "task": "count_days"}}
-        assert verifier.score_answer(wrong, entry) >= 1
-        assert not is_correct(verifier, wrong, Question("", entry))
-
-
-def test_basic_arithmetic_has_wrong_answers_of_its_own() -> None:
-    def value(expression: str) -> Fraction:
-        return Fraction(eval(re.sub(r"(\d+)", r"Fraction(\1)", expression)))
-
-    entries = create_dataset("basic_arithmetic", seed=21, size=200)
-    assert any(value(entry["metadata"]["expression"]) != int(entry["answer"]) for entry in entries)
-
-
-def test_knight_swap_calls_puzzles_impossible_that_are_not() -> None:
-    def moves(square: str, squares: list[str]) -> list[str]:
-        steps = {other: (abs(ord(square[0]) - ord(other[0])), abs(int(square[1]) - int(other[1]))) for other in squares}
-        return [other for other, step in steps.items() if sorted(step) == [1, 2]]
-
-    def possible(entry: Entry) -> bool:
-        squares, start = list(entry["metadata"]["board"]), entry["metadata"]["start_turn"]
-        shown = {square: moves(square, squares) for square in squares}
-        return KnightSwapLogic.solve_swap(shown, entry["metadata"]["pieces"], start) is not None
-
-    entries = create_dataset("knight_swap", seed=11, size=40, impossible_ratio=1.0)
-    assert any(entry["answer"] == "No" and possible(entry) for entry in entries)
+@pytest.mark.parametrize(
+    ("name", "answer", "wrong"), [("calendar_arithmetic", "-1", "7"), ("figlet_font", "ABCDEFGHIJ", "ABCDEFGHIJK")]
+)
+def test_generous_verifier_is_not_asked(name: str, answer: str, wrong: str) -> None:
+    verifier = create_dataset(name, size=1)
+    entry = {"question": "", "answer": answer, "metadata": {"source_dataset": name, "task": "count_days"}}
+    assert verifier.score_answer(wrong, entry) >= 1
+    assert not is_correct(verifier, wrong, Question("", entry))

@@ -1,5 +1,4 @@
 import inspect
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +6,7 @@ import pytest
 import yaml
 from datasets import Dataset
 
+from troll_lab.rewards.answers import INSTRUCTIONS
 from troll_lab.tasks import Task, TaskConfig, TaskError, load_task
 from troll_lab.tasks.loading import decontaminate
 
@@ -28,16 +28,13 @@ def make(name: str, *rewards: Any, train: tuple[str, ...] = (), held_out: tuple[
     return replace(task, train_questions=train, held_out_questions=held_out)
 
 
-def test_decontaminate_drops_held_out_questions_of_other_tasks():
-    task = decontaminate(make("a", length, train=("p", "q", "r")), [make("b", held_out=("q",)), make("c")])
-    assert (task.train_dataset["prompt"], task.train_questions) == (["p", "r"], ["p", "r"])
-    with pytest.raises(TaskError, match="no train rows left"):
-        decontaminate(make("a", train=("p",)), [make("b", held_out=("p", "q"))])
-
-
-def test_decontaminate_keeps_references_with_their_rows():
-    task = replace(make("a", train=("p", "q", "r"), held_out=("x", "y")), references=("P", None, "R", "X", None))
-    assert list(decontaminate(task, [make("b", held_out=("q",))]).references) == ["P", "R", "X", None]
+def test_decontaminate_drops_held_out_questions_of_others():
+    task = replace(
+        make("a", length, train=("p", "q", "r"), held_out=("x", "y")), references=("P", None, "R", "X", None)
+    )
+    kept = decontaminate(task, [make("b", held_out=("q",)), make("c")])
+    assert (kept.train_dataset["prompt"], kept.train_questions) == (["p", "r"], ["p", "r"])
+    assert list(kept.references) == ["P", "R", "X", None]
     assert list(decontaminate(task, [make("b", held_out=("p",))]).references) == [None, "R", "X", None]
 
 
@@ -47,28 +44,22 @@ def test_decontaminate_keeps_references_with_their_rows():
         ([make("a")], "'a' occurs twice"),
         ([make("x/own.yaml"), make("y/own.yaml")], "'own' occurs twice"),
         ([make("b", length)], "no reward named 'success'"),
+        ([make("b", held_out=("p", "q"))], "no train rows left"),
     ],
 )
-def test_decontaminate_refuses_tasks_of_one_name_or_without_success(others, message):
+def test_decontaminate_refuses(others, message):
     with pytest.raises(TaskError, match=message):
         decontaminate(make("a", train=("p",)), others)
 
 
-def test_decontaminate_compares_all_held_out_questions_without_their_prompts(write):
+def test_decontaminate_compares_questions_without_prompts(write):
     rows = [{"problem": f"Question  {n}?", "answer": str(n)} for n in range(4)]
     one_line = {"prompt": "Q: {question}", "system_prompt": "Be brief."}
     spaced = [{"problem": f"Question {n}?\n", "answer": str(n)} for n in (1, 2)]
     other = load_task(TaskConfig("math500", write("other.jsonl", spaced), eval_size=1), conversational=True)
     task = load_task(TaskConfig("math", write("rows.jsonl", rows), eval_size=1, task_options=one_line))
-    assert len(other.eval_dataset) == 1
+    assert len(other.eval_dataset) == 1  # of the two that are compared
     assert decontaminate(task, [other]).train_dataset["answer"] == ["0"]
-
-
-def test_prompts_are_the_questions_of_tasks_that_name_none():
-    config = TaskConfig("reasoning_gym:chain_sum", train_size=3, eval_size=2)
-    plain, chat = (load_task(config, conversational=each) for each in (False, True))
-    assert plain.train_questions == chat.train_questions == plain.train_dataset["prompt"]
-    assert chat.held_out_questions == plain.eval_dataset["prompt"]
 
 
 ROWS = [{"q": f"How much is {n} + 1?", "result": {"value": n + 1}} for n in range(4)]
@@ -91,19 +82,17 @@ def task_file(tmp_path, write, monkeypatch):
     return to_file
 
 
-def test_yaml_with_the_rewards_of_the_library(task_file, write):
+def test_yaml_with_mathematics(task_file, write):
     options = {"answer_format": "tag", "prompt": "{question} {instruction}"}
     path = task_file(task_options=options)
     task = load_task(TaskConfig(path, eval_size=1), for_training=True)
     assert task.train_dataset["answer"] == ["1", "2", "3"]
-    assert task.train_dataset[0]["prompt"].endswith(
-        "+ 1? Reason step by step, and put the final answer in <answer></answer>."
-    )
+    assert task.train_dataset[0]["prompt"].endswith("+ 1? " + INSTRUCTIONS["tag"])
     (success,) = task.reward_funcs
     assert success(prompts=[""] * 2, completions=["<answer>1</answer>", "1"], answer=["1", "1"]) == [1.0, 0.0]
     # What is given to a run goes before the file.
     other = write("other.jsonl", [{"q": "x", "result": {"value": 9}}, {"q": "y", "result": {"value": 8}}])
-    config = TaskConfig(path, dataset_path=other, eval_size=1, task_options={"prompt": "{question}"})
+    config = TaskConfig(path, other, {"prompt": "{question}"}, eval_size=1)
     assert load_task(config).train_dataset[:] == {"prompt": ["x"], "answer": ["9"]}
 
 
@@ -117,40 +106,35 @@ def test_yaml_with_code(task_file, write):
     rows = task.train_dataset
     assert rows["prompt"][0].startswith("Write f0.\n")
     assert success(prompts=[""], completions=["def f(x): return x + 1"], tests=rows["tests"]) == [1.0]
-    streams = json.dumps({"inputs": ["1"], "outputs": ["1"]})
-    write("code.jsonl", [{"ask": "x", "tests": streams}, {"ask": "y", "tests": '{"inputs": []}'}])
+    write("code.jsonl", [{"ask": "y", "tests": '{"inputs": []}'}] * 2)
     with pytest.raises(TaskError, match=r"row 1 \(counted from 0\) of .*code.jsonl has no tests in its field 'tests'"):
         load_task(TaskConfig(task_file(**fields), eval_size=1))
-
-
-def test_yaml_with_a_reward_of_the_users(task_file, tmp_path):
-    (tmp_path / "rewards.py").write_text(inspect.getsource(success))
-    columns = {"prompt": "q", "target": "result.value"}
-    for reward, file in (
-        ("rewards.py:success", "rewards.py"),
-        ("tests.troll_lab.tasks.test_loading:success", "test_loading.py"),
-    ):
-        task = load_task(TaskConfig(task_file(reward=reward, columns=columns), eval_size=1))
-        assert task.train_dataset[:2] == {"prompt": [ROWS[0]["q"], ROWS[1]["q"]], "target": ["1", "2"]}
-        assert [path.name for path in task.files] == ["mine.yaml", file]
-        (success_,) = task.reward_funcs
-        assert success_(prompts=[""] * 2, completions=["1", "1"], target=["1", "2"]) == [1.0, 0.0]
 
 
 def success(prompts, completions, target, **columns):
     return [float(text == right) for text, right in zip(completions, target, strict=True)]
 
 
-def test_yaml_with_data_held_out_elsewhere(task_file, write, tmp_path):
+@pytest.mark.parametrize(
+    ("reward", "file"),
+    [("rewards.py:success", "rewards.py"), ("tests.troll_lab.tasks.test_loading:success", "test_loading.py")],
+)
+def test_yaml_with_a_reward_of_the_users(task_file, tmp_path, reward, file):
+    (tmp_path / "rewards.py").write_text(inspect.getsource(success))
+    columns = {"prompt": "q", "target": "result.value"}
+    task = load_task(TaskConfig(task_file(reward=reward, columns=columns), eval_size=1))
+    assert task.train_dataset[:2] == {"prompt": [ROWS[0]["q"], ROWS[1]["q"]], "target": ["1", "2"]}
+    assert [path.name for path in task.files] == ["mine.yaml", file]
+    assert task.reward_funcs[0](prompts=[""] * 2, completions=["1", "1"], target=["1", "2"]) == [1.0, 0.0]
+
+
+def test_yaml_with_held_out_data(task_file, write, tmp_path, hub):
     write("held-out.jsonl", [ROWS[1], ROWS[3]])
     task = load_task(TaskConfig(task_file(eval_dataset="held-out.jsonl")))
     assert (task.train_dataset["answer"], task.eval_dataset["answer"]) == (["1", "3"], ["2", "4"])
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:1]))
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write("test.jsonl", ROWS[:1])
+    (tmp_path / "rows.jsonl").rename(tmp_path / "train.jsonl")
     assert load_task(TaskConfig(task_file(dataset="."))).train_dataset["answer"] == ["2", "3", "4"]
-
-
-def test_yaml_with_data_of_the_hub(task_file, hub):
     hub(("owner/name", "small"), learn=ROWS[:2], exam=ROWS[2:])
     fields = {"dataset": "owner/name", "dataset_config": "small", "train_split": "learn", "eval_split": "exam"}
     task = load_task(TaskConfig(task_file(**fields)))
@@ -170,10 +154,7 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"reward": "json:f"}, "reward: json has no function 'f'"),
         ({"columns": ["q"]}, "columns must be a mapping"),
         ({"columns": {"answer": "q"}}, "columns must name the data's columns, such as {prompt: question"),
-        (
-            {"columns": {"prompt": "q", "completions": "result"}, "reward": "json:dumps"},
-            "columns: a reward cannot get a column under the name 'completions', .* another, such as gold: result",
-        ),
+        ({"columns": {"prompt": "q", "completions": "r"}, "reward": "json:dumps"}, "name 'completions', .* gold: r"),
         ({"columns": {"prompt": "q", "completion": "q"}, "reward": "json:dumps"}, "under the name 'completion'"),
         ({"columns": {"prompt": "q", "trainer_state": "q"}, "reward": "json:dumps"}, "under the name 'trainer_state'"),
         ({"columns": {"prompt": "q"}}, "columns must name prompt and answer for this reward, got prompt"),
@@ -184,19 +165,19 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"task_options": {"level": 3}}, "has no option 'level'; it has answer_format, .*, prompt, system_prompt"),
     ],
 )
-def test_mistakes_in_yaml_name_the_file_and_the_field(task_file, fields, message):
+def test_mistakes_in_yaml_name_file_and_field(task_file, fields, message):
     with pytest.raises(TaskError, match=message) as error:
         load_task(TaskConfig(task_file(**fields), eval_size=1))
-    assert "\n" not in str(error.value)
     assert any(name in str(error.value) for name in ("mine.yaml", "rows.jsonl", "none.jsonl"))
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a", ""])
-def test_load_file_names_files_that_are_no_yaml_task(tmp_path, text):
+def test_file_that_is_no_yaml_task_is_named(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(TaskError, match=r"mine\.yaml: (not YAML|expected 'field: value' lines)"):
+    with pytest.raises(TaskError, match=r"mine\.yaml: (not YAML|expected 'field: value' lines)") as error:
         load_task(TaskConfig(str(path)))
+    assert "\n" not in str(error.value)
 
 
 PYTHON = """
@@ -212,14 +193,14 @@ def load(config, argument):
 """
 
 
-def test_python(tmp_path):
+@pytest.mark.parametrize(("argument", "prompts"), [("", ["a", "b"]), (":z", ["z", "b"])])
+def test_python_file_loads_with_its_argument(tmp_path, argument, prompts):
     path = tmp_path / "mine.py"
     path.write_text(PYTHON)
-    for argument, expected in (("", ["a", "b"]), (":z", ["z", "b"])):
-        task = load_task(TaskConfig(f"{path}{argument}"), for_training=True)
-        assert task.train_dataset["prompt"] == expected
-        assert task.files == [path]
-        assert task.reward_funcs[0](prompts=["a"], completions=["a"]) == [1.0]
+    task = load_task(TaskConfig(f"{path}{argument}"), for_training=True)
+    assert task.train_dataset["prompt"] == prompts
+    assert task.files == [path]
+    assert task.reward_funcs[0](prompts=["a"], completions=["a"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +221,11 @@ def test_mistakes_in_python_are_named(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("name", ["none.py", "none.yaml", "none.py:argument"])
-def test_a_file_that_is_not_there_is_named(name):
+def test_missing_file_is_named(name):
     with pytest.raises(TaskError, match=f"task '{name}': there is no file none"):
         load_task(TaskConfig(name))
+
+
+def test_yaml_file_takes_no_argument(task_file):
+    with pytest.raises(TaskError, match="a YAML file takes no argument after a colon"):
+        load_task(TaskConfig(f"{task_file()}:8"))

@@ -19,15 +19,17 @@ def _score(task, rows, completions):
     return task.reward_funcs[0](prompts=rows["prompt"], completions=completions, question_id=rows["question_id"])
 
 
-def test_sizes_columns_and_default_prompt():
+def test_reasoning_gym_has_sizes_columns_and_its_prompt():
     task = _load(options=SMALL)
     assert (len(task.train_dataset), len(task.eval_dataset)) == (200, 50)
     assert task.train_dataset.column_names == ["prompt", "question_id"]
     assert task.train_dataset[0]["prompt"].startswith("State the final answer")
     assert task.reward_funcs[0].__name__ == "success"
+    task = load_task(TaskConfig("reasoning_gym:chain_sum", train_size=4, eval_size=None))
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (4, 256)
 
 
-def test_splits_share_no_question_even_where_there_are_only_200():
+def test_splits_share_no_question_even_of_200():
     drawn = {split: {q.prompt for q in questions("chain_sum", SMALL, split=split, size=5000)} for split in _SPLITS}
     assert sum(map(len, drawn.values())) == len(set.union(*drawn.values())) > 190
     assert all(drawn.values())
@@ -40,30 +42,27 @@ def test_splits_have_the_distribution_of_the_generator():
         assert [terms.count(count) / 2000 for count in range(2, 6)] == pytest.approx([0.25] * 4, abs=0.04)
 
 
-def test_draws_are_deterministic_and_a_longer_draw_starts_with_the_shorter():
+def test_longer_draw_starts_with_the_shorter():
     short = questions("chain_sum", EXPRESSION, split="train", size=20)
     assert questions("chain_sum", EXPRESSION, split="train", size=50)[:20] == short
 
 
-def test_success_is_the_verifiers_full_score():
+def test_success_is_the_full_score_of_the_verifier():
     task = _load(options=EXPRESSION)
     for rows in (task.train_dataset[:100], task.eval_dataset[:]):
         right = [str(eval(prompt.removesuffix("="))) for prompt in rows["prompt"]]
-        assert _score(task, rows, right) == [1.0] * len(right)
         assert _score(task, rows, [f" {answer}\n" for answer in right]) == [1.0] * len(right)
         assert _score(task, rows, [str(int(answer) + 1) for answer in right]) == [0.0] * len(right)
         # The verifier itself gives a part of the score for an answer that contains the right one.
         assert _score(task, rows, [f"it is {answer}" for answer in right]) == [0.0] * len(right)
-        assert _score(task, rows, [""] * len(right)) == [0.0] * len(right)
 
 
-def test_answer_tags_and_conversations_are_read():
+def test_success_reads_the_last_tag_and_conversations():
     task = _load(options=EXPRESSION)
     rows = task.train_dataset[:1]
     right = str(eval(rows["prompt"][0].removesuffix("=")))
-    reply = f"I think <answer>no</answer> ... <answer>{right}</answer>"
+    reply = f"It goes into the <answer> tag: <answer>no</answer> ... <answer>{right}</answer>"
     assert _score(task, rows, [reply]) == [1.0]
-    assert _score(task, rows, [f"It goes into the <answer> tag. <answer>{right}</answer>"]) == [1.0]
     assert _score(task, rows, [[{"role": "assistant", "content": reply}]]) == [1.0]
 
 
@@ -94,7 +93,7 @@ def test_success_needs_the_answer_format():
         assert [reward(**arguments)[0] for reward in task.reward_funcs] == expected, completion
 
 
-def test_examples_stand_between_the_system_prompt_and_every_question():
+def test_examples_stand_after_the_system_prompt():
     options = {**EXPRESSION, "system_prompt": "Be brief.", "examples": [["1 + 1 =", "2"], ["5 - 2 =", "3"]]}
     config = TaskConfig("reasoning_gym:chain_sum", task_options=options, train_size=2, eval_size=2)
     chat, plain = load_task(config, conversational=True), load_task(config)
@@ -109,24 +108,20 @@ def test_examples_stand_between_the_system_prompt_and_every_question():
     assert chat.train_questions == plain.train_questions == list(asked.train_dataset["prompt"])
 
 
-def test_a_question_knows_its_answer_in_the_format():
-    (question,) = questions("chain_sum", {**EXPRESSION, "answer_format": "<{answer}>"}, split="warmup", size=1)
-    assert question.formatted_answer == f"<{question.answer}>"
-    (plain,) = questions("chain_sum", EXPRESSION, split="warmup", size=1)
-    assert plain.formatted_answer == plain.answer == question.answer
-
-
 def test_answer_format_takes_metadata_of_the_question():
-    task = _load(options={**EXPRESSION, "answer_format": "{expression} = {answer} {so} {{expression}}"}, eval_size=2)
+    options = {**EXPRESSION, "answer_format": "{expression} = {answer} {so} {{expression}}"}
+    task = _load(options=options, eval_size=2)
     rows = task.eval_dataset[:2]
     expressions = [prompt.removesuffix("=").strip() for prompt in rows["prompt"]]
     first, second = (f"{each} = {eval(each)} {{so}} {{{each}}}" for each in expressions)
     for completions, expected in (([first, second], [1.0, 1.0]), ([second, first], [0.0, 0.0])):
         for reward in task.reward_funcs[:2]:  # success, formatted
             assert reward(prompts=[""] * 2, completions=completions, question_id=rows["question_id"]) == expected
+    (question,) = questions("chain_sum", options, split="eval", size=1)
+    assert question.formatted_answer == first
 
 
-def test_random_rewards_are_trained_on_and_success_is_logged():
+def test_random_reward_is_trained_on_and_success_logged():
     task = _load(options={**EXPRESSION, "random_reward": 0.25})
     assert [reward.__name__ for reward in task.reward_funcs] == ["success", "random_reward"]
     assert task.reward_weights == [0.0, 1.0]
@@ -139,65 +134,30 @@ def test_random_rewards_are_trained_on_and_success_is_logged():
     assert task.reward_funcs[1](prompts=[], completions=[""] * 4000) == rewards
 
 
-@pytest.mark.parametrize("data_set", ["prime_factorization", "manipulate_matrix", "game_of_life"])
-def test_a_verifier_that_raises_means_a_wrong_answer(data_set):
-    task = _load(data_set, train_size=2, eval_size=1)
-    rows = task.train_dataset[:1]
-    for answer in ("1/0", "{}", "1e999", "("):
-        assert _score(task, rows, [answer]) == [0.0]
-
-
-@pytest.mark.parametrize("data_set", ["gcd", "simple_equations", "spell_backward", "path_star"])
-def test_other_data_sets_score_their_own_answers(data_set):
-    for question in questions(data_set, {}, split="train", size=3):
-        task = _load(data_set, train_size=3, eval_size=1)
-        position = task.train_dataset["prompt"].index(question.prompt)
-        assert _score(task, task.train_dataset[position : position + 1], [question.answer]) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("data_set", "options", "message"),
     [
-        (
-            "chain_sums",
-            {},
-            "unknown reasoning-gym data set 'chain_sums', did you mean chain_sum\\? it has ab, acre, aiw",
-        ),
-        (
-            "chain_sum",
-            {"terms": 3},
-            "'chain_sum' has no option 'terms', did you mean min_terms\\? it has allow_negation, answer_format, ",
-        ),
+        ("chain_sums", {}, "data set 'chain_sums', did you mean chain_sum\\? it has ab, acre, aiw"),
+        ("chain_sum", {"terms": 3}, "no option 'terms', did you mean min_terms\\? it has allow_negation, answer_"),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "many"}, "does not accept the options"),
         ("chain_sum", {"prompt": "{term}"}, "does not fit 'chain_sum' .*; it knows difficulty, expression"),
         ("chain_sum", {"prompt": "{"}, "does not fit 'chain_sum'"),
-        ("chain_sum", {"prompt": 3}, "prompt must be a text, got 3"),
         ("chain_sum", {"answer_format": "<>"}, "answer_format must be a text with {answer} in it, once, .* got '<>'"),
-        (
-            "chain_sum",
-            {"answer_format": "<answer>{answer}</answer>"},
-            "without <answer> tags, in which it is read, got",
-        ),
+        ("chain_sum", {"answer_format": "<answer>{answer}</answer>"}, "without <answer> tags, in which it is read"),
         ("chain_sum", {"system_prompt": 3}, "system_prompt must be a text, got 3"),
         ("chain_sum", {"examples": [["3 + 4 ="]]}, "examples must be a list of pairs of texts, such as .*, got"),
-        ("chain_sum", {"examples": [["3 + 4 =", 7]]}, "examples must be a list of pairs of texts"),
         ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],
 )
-def test_errors_are_one_line(data_set, options, message):
+def test_reasoning_gym_refuses_options(data_set, options, message):
     with pytest.raises(TaskError, match=message) as error:
         _load(data_set, options)
     assert "\n" not in str(error.value)
 
 
-def test_a_dataset_path_is_refused():
+def test_reasoning_gym_refuses_a_dataset_path():
     with pytest.raises(TaskError, match="remove dataset_path=data"):
         load_task(TaskConfig(dataset_path="data"))
-
-
-def test_all_of_a_generator_is_the_default():
-    task = load_task(TaskConfig("reasoning_gym:chain_sum", train_size=4, eval_size=None))
-    assert (len(task.train_dataset), len(task.eval_dataset)) == (4, 256)

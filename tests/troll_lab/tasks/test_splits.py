@@ -1,4 +1,3 @@
-import re
 from unittest.mock import Mock
 
 import pytest
@@ -15,107 +14,102 @@ def texts(count):
     return [{"text": str(number)} for number in range(count)]
 
 
-def sizes(config=None, **source):
-    return [len(rows) for rows in read_splits(config or TaskConfig(), Source("hub/name", {}, **source))]
+def splits(path=None, eval_size=256, **source):
+    """The texts of the training and of the held-out rows; `path` is the data's, by default the hub."""
+    path = None if path is None else str(path)
+    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=eval_size), Source("hub/name", {}, **source))
+    assert (train.split, test.split) == ("train", "test")
+    return ["".join(map(str, rows.values("text"))) for rows in (train, test)]
 
 
-def test_a_folder(tmp_path, write):
+def test_folder_has_a_train_and_a_test_file(tmp_path, write):
     write("train.jsonl", texts(5))
     write("test.json", texts(4))
-    train, test = read_splits(TaskConfig(dataset_path=str(tmp_path)), Source("hub/name", {}))
-    assert (train.values("text"), test.values("text")) == (list("01234"), list("0123"))
-    assert (train.split, train.origin) == ("train", str(tmp_path / "train.jsonl"))
+    assert splits(tmp_path) == ["01234", "0123"]
+    train, _ = read_splits(TaskConfig(dataset_path=str(tmp_path)), Source("hub/name", {}))
+    assert train.origin == str(tmp_path / "train.jsonl")
+    assert splits(tmp_path, train=None) == ["", "0123"]
     (tmp_path / "train.jsonl").unlink()
-    assert sizes(TaskConfig(dataset_path=str(tmp_path), eval_size=None)) == [0, 4]
+    assert splits(tmp_path, None) == ["", "0123"]
+    (tmp_path / "test.json").unlink()
+    with pytest.raises(TaskError, match=r"must have one test file .* found none"):
+        splits(tmp_path)
 
 
-def test_read_splits_reads_json_objects_that_stand_anyhow(tmp_path):
-    path = tmp_path / "rows.json"
-    for text in (
+@pytest.mark.parametrize(
+    "text",
+    [
         '{"text": "a\u2028b"}\n\n{"text": "c"}\n{"other": 1}',
         '\ufeff [{"text": "a\u2028b"},\n {"text":\n "c"}, {"other": 1}] ',
         '{"text": "a\u2028b"} {"text": "c"}\r\n[{"other": 1}]\n',
-    ):
-        path.write_text(text)
-        train, test = read_splits(TaskConfig(dataset_path=str(path), eval_size=1), Source("hub/name", {}))
-        assert [*train.values("text"), *test.values("text")] == ["a\u2028b", "c", None]
-        assert (train.features, test.values("other")) == ({"text": None, "other": None}, [1])
+    ],
+)
+def test_json_objects_may_stand_anyhow(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    train, test = read_splits(TaskConfig(dataset_path=str(path), eval_size=1), Source("hub/name", {}))
+    assert [*train.values("text"), *test.values("text")] == ["a\u2028b", "c", None]
+    assert (train.features, test.values("other")) == ({"text": None, "other": None}, [1])
 
 
 def test_one_file_holds_out_its_end(write):
     path = write("rows.jsonl", texts(10))
-    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name", {}))
-    assert (len(train), test.values("text"), list(test.numbers), test.split) == (7, ["7", "8", "9"], [7, 8, 9], "test")
+    assert splits(path, 3) == ["0123456", "789"]
+    _, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name", {}))
+    assert list(test.numbers) == [7, 8, 9]
+    assert splits(path, train=None) == ["", "0123456789"]
     for size, wanted in ((10, 10), (None, 256)):
         with pytest.raises(TaskError, match=f"has 10 rows, not enough to hold out eval_size={wanted} of them"):
-            sizes(TaskConfig(dataset_path=path, eval_size=size))
+            splits(path, size)
 
 
-def test_read_splits_without_eval_size_holds_out_as_many_rows_as_a_run(write, hub):
-    path = write("rows.jsonl", texts(300))
-    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=None), Source("hub/name", {}))
-    assert (len(train), list(test.numbers)) == (44, list(range(44, 300)))
-    hub(HUB, train=texts(300))
-    assert sizes(TaskConfig(eval_size=None)) == [44, 256]
+def test_without_eval_size_as_many_rows_are_held_out_as_in_a_run(write, hub):
+    rows = [{"text": "x"}] * 300
+    hub(HUB, train=rows)
+    for path in (write("rows.jsonl", rows), None):
+        assert splits(path, None) == ["x" * 44, "x" * 256]
 
 
-def test_of_a_benchmark_everything_is_held_out(tmp_path, write, hub):
-    path = write("test.jsonl", texts(10))
-    assert sizes(TaskConfig(dataset_path=path), train=None) == [0, 10]
-    assert sizes(TaskConfig(dataset_path=str(tmp_path)), train=None) == [0, 10]
-    hub(HUB, train=texts(5))
-    assert sizes(train=None, held_out="train") == [0, 5]
+def test_source_may_divide_one_file(write):
+    path = write("rows.jsonl", texts(5))
+    assert splits(path, 2, divide=lambda rows: ([0, 4], [2])) == ["04", "2"]
+    assert splits(path, 2, divide=lambda rows: None) == ["012", "34"]
 
 
-def test_one_file_may_say_itself_how_it_is_divided(write):
-    config = TaskConfig(dataset_path=write("rows.jsonl", texts(5)), eval_size=2)
-    train, test = read_splits(config, Source("hub/name", {}, divide=lambda rows: ([0, 4], [2])))
-    assert (train.values("text"), test.values("text"), list(test.numbers)) == (["0", "4"], ["2"], [2])
-    train, test = read_splits(config, Source("hub/name", {}, divide=lambda rows: None))
-    assert (len(train), len(test)) == (3, 2)
-
-
-def test_the_hub_with_and_without_a_test_split(hub):
+def test_hub_with_and_without_a_held_out_split(hub):
     hub(HUB, train=texts(5), test=texts(4))
-    assert sizes(TaskConfig(eval_size=9)) == [5, 4]
+    assert splits(eval_size=9) == ["01234", "0123"]
     hub(HUB, train=texts(5), validation=texts(3))
-    assert sizes(TaskConfig(eval_size=2)) == [3, 2]
-    assert sizes(TaskConfig(eval_size=2), held_out="validation") == [5, 3]
+    assert splits(eval_size=2) == ["012", "34"]
+    assert splits(eval_size=2, held_out="validation") == ["01234", "012"]
+    assert splits(train=None, held_out="train") == ["", "01234"]
     hub(HUB, all=texts(5))
     with pytest.raises(TaskError, match="hub/name has no split 'train', only all"):
-        sizes()
+        splits()
 
 
-def test_the_rows_of_one_kind(write, hub):
+def test_only_rows_of_one_kind_are_read(write, hub):
     rows = [{"text": str(n), "ability": "code" if n % 2 else "math"} for n in range(6)]
-    config = TaskConfig(dataset_path=write("rows.jsonl", rows), eval_size=2)
-    train, test = read_splits(config, Source("hub/name", {}, only=("ability", "code")))
-    assert (train.values("text"), list(train.numbers), test.values("text")) == (["1"], [1], ["3", "5"])
     hub(HUB, train=rows)
-    assert sizes(TaskConfig(eval_size=2), only=("ability", "code")) == [1, 2]
-    assert sizes(TaskConfig(eval_size=2), only=("kind", "code")) == [4, 2]
-
-
-def test_an_unreachable_hub_is_one_line(monkeypatch):
-    monkeypatch.setattr(splits_module, "load_dataset", Mock(side_effect=ConnectionError("no way\nnetwork")))
-    with pytest.raises(TaskError, match=r"cannot load hub/name .* or give a local copy .*; no way") as error:
-        sizes()
-    assert "\n" not in str(error.value)
+    for path in (write("rows.jsonl", rows), None):
+        assert splits(path, 2, only=("ability", "code")) == ["1", "35"]
+        assert splits(path, 2, only=("kind", "code")) == ["0123", "45"]
 
 
 @pytest.mark.parametrize(
-    "raised",
+    ("raised", "message"),
     [
-        ValueError("BuilderConfig 'x' not found.\nAvailable: main"),
-        RuntimeError("Dataset scripts are no longer supported, but found x.py"),
-        DatasetGenerationError("An error occurred while generating the dataset"),
+        (ConnectionError("no way\nnetwork"), "hub: connect to the network, or give a local copy .*; no way"),
+        (ValueError("BuilderConfig 'x' not found.\nAvailable: main"), "configuration x: BuilderConfig 'x' not found."),
+        (RuntimeError("Dataset scripts are no longer supported"), "configuration x: Dataset scripts are no longer"),
+        (DatasetGenerationError("An error occurred"), "configuration x: An error occurred"),
     ],
 )
-def test_read_splits_gives_one_line_for_unreadable_data_of_the_hub(monkeypatch, raised):
+def test_hub_that_cannot_be_read_is_one_line(monkeypatch, raised, message):
     monkeypatch.setattr(splits_module, "load_dataset", Mock(side_effect=raised))
-    message = f"cannot load hub/name from the Hugging Face hub, configuration x: {str(raised).splitlines()[0]}"
-    with pytest.raises(TaskError, match=f"^{re.escape(message)}$"):
-        read_splits(TaskConfig(), Source("hub/name", {}, "x"))
+    with pytest.raises(TaskError, match=f"^cannot load hub/name from the Hugging Face .*{message}") as error:
+        splits(config="x")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +134,6 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(TaskError, match=message) as error:
-        sizes(TaskConfig(dataset_path=str(path)))
+        splits(path)
     assert name in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_folder_without_its_files(tmp_path, write):
-    write("train.jsonl", texts(5))
-    with pytest.raises(TaskError, match=r"must have one test file .* found none"):
-        sizes(TaskConfig(dataset_path=str(tmp_path)))

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.troll_lab.rewards.mathematics.rendering import Latex, PlainLatex, Program, Unicode, differ, perturbed, trees
-from troll_lab.rewards.answers import final_answer
 from troll_lab.rewards.mathematics.grader import compare
 from troll_lab.rewards.mathematics.pool import Comparison
 
@@ -143,16 +142,12 @@ def _unions(low, gap, left, right_bracket, random):
     second = rf"x {_SIGNS[right_bracket].replace('<', '>').replace('le', 'ge')} {high}"
     words = (r"\text{ or }", " or ", r" \lor ", r" \vee ", ", ", r" \cup ")
     joined = [word.join(random.sample([first, second], 2)) for word in words]
-    other = first.replace(str(low), str(low - 1))
-    narrower = rf"{first.replace('x', 'y')} \text{{ or }} {second}"
-    right = [(union, each) for each in joined] + [(each, union) for each in joined[:4]]
-    wrong = [(union, rf"{other} \text{{ or }} {second}"), (union, first), (union, narrower)]
-    wrong += [
-        (union, rf"{first} \text{{ and }} {second}"),
-        (rf"{first} \text{{ or }} {second}", union.replace("x", "y") + "1"),
-    ]
     flipped = first.replace("<", r"\le") if "<" in first else first.replace(r"\le", "<")
-    return right, [*wrong, (union, rf"{flipped} \text{{ or }} {second}")]
+    spoiled = [first.replace(str(low), str(low - 1)), first.replace("x", "y"), flipped]
+    wrong = [(union, rf"{other} \text{{ or }} {second}") for other in spoiled]
+    wrong += [(union, first), (union, rf"{first} \text{{ and }} {second}")]
+    wrong.append((rf"{first} \text{{ or }} {second}", union.replace("x", "y") + "1"))
+    return [(union, each) for each in joined] + [(each, union) for each in joined[:4]], wrong
 
 
 @_kind(st.integers(0, 99), st.integers(0, 99), st.integers(1, 998), st.integers(0, 2))
@@ -200,22 +195,9 @@ def _subscripts(letter, name, other, power):
     return [(one, texts[1]) for one in texts] + [(texts[1], one) for one in texts], wrong
 
 
-_WRAPS = ["#### **%s**", "**#### %s**", "***#### %s***", "#### *%s*."]
-_WRAPS += [r"#### \[%s\]", "#### $%s$", "#### $$%s$$", r"#### \(%s\)"]
-
-
-@_kind(trees(depth=2), st.sampled_from(_WRAPS), _RANDOM)
-def _hashes(tree, wrap, random):
-    gold = _printed(PlainLatex, random, tree)
-    other = perturbed(tree, random)
-    answer = final_answer("So it is:\n" + wrap % gold, "hash")
-    wrong = final_answer("So it is:\n" + wrap % PlainLatex(random)(other), "hash")
-    return [(gold, answer or "")], [(gold, wrong or "")] if differ(tree, other) else []
-
-
-@pytest.mark.parametrize("examples", [10, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_answers_equal_themselves_and_none_of_their_perturbations(kind, examples):
+def test_answers_equal_themselves_and_no_perturbation(kind, examples):
     pairs_of, strategies = _KINDS[kind]
 
     @settings(
@@ -237,7 +219,7 @@ def test_answers_equal_themselves_and_none_of_their_perturbations(kind, examples
 
 
 @pytest.mark.parametrize(("positive", "expected"), [(True, Comparison.EQUAL), (False, Comparison.DIFFERENT)])
-def test_positive_symbols(positive, expected):
+def test_compare_with_positive_symbols(positive, expected):
     pairs = [
         (r"\sqrt{4\pi G\rho_0 r_0^2}", r"2r_0\sqrt{\pi G\rho_0}"),
         (r"\ln(xy)", r"\ln x+\ln y"),
