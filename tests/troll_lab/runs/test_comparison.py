@@ -75,7 +75,7 @@ def test_runs_that_differ_in_their_seed_are_one_group(folder: Path) -> None:
     assert all(cells["clip"] is comparison.groups[2] for cells in comparison.table.values()), "it reads no kl_bound"
 
 
-def test_differences_are_of_troll_and_each_rival_in_each_row(folder: Path) -> None:
+def test_differences_are_of_troll_and_each_rival_in_a_row(folder: Path) -> None:
     differences = Comparison(read_runs([folder])).differences
     assert [found.first.label for found in differences] == [f"quickstart kl_bound={k} troll" for k in ("0.01", "0.05")]
     assert [found.second.label for found in differences] == ["quickstart clip"] * 2
@@ -193,7 +193,7 @@ def test_tables(folder: Path) -> None:
     assert "69.0 ± 7.1 (2)" in console.export_text()
 
 
-def test_groups_distinguish_runs_of_which_some_do_not_record_a_setting(tmp_path: Path) -> None:
+def test_groups_distinguish_runs_that_record_a_setting(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(seed), "troll", seed, 0.6) for seed in (0, 1)]
     runs.append(write_run(tmp_path / "beta", "troll", 0, 0.1, beta=0.04))
     write_run(tmp_path / "unfinished", "troll", 2, None)
@@ -202,7 +202,7 @@ def test_groups_distinguish_runs_of_which_some_do_not_record_a_setting(tmp_path:
     assert found == [("default", ["0", "1"], 3), ("0.04", ["beta"], 1)]
 
 
-def test_groups_plan_no_run_of_a_method_of_which_none_is_finished(tmp_path: Path) -> None:
+def test_groups_plan_no_run_of_an_unfinished_method(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "done", "troll", 0, 0.6, kl_bound=0.01)]
     runs += [
         write_run(tmp_path / f"{bound}-{seed}", "troll", seed, None, kl_bound=bound)
