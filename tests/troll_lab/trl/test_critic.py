@@ -140,7 +140,7 @@ def with_opinions(critic: Critic) -> Critic:
     return critic
 
 
-@pytest.mark.parametrize("position", range(-1, COMPLETION))
+@pytest.mark.parametrize("position", [-1, 0, COMPLETION - 1])
 def test_a_value_is_of_the_state_before_its_token(accelerator, model_path, position):
     """The first one reads the prompt's last token, at position −1."""
     critic = with_opinions(make_critic(accelerator, model_path("qwen3")))
@@ -210,8 +210,9 @@ def test_the_gradient_is_of_the_mean_over_tokens(accelerator, model_path):
 
 
 def test_lora_trains_only_the_adapter_and_the_head(accelerator, model_path, tmp_path):
-    critic = make_critic(accelerator, model_path("llama"), "lora")
+    critic = make_critic(accelerator, model_path("llama"), "lora", gradient_checkpointing=True)
     model = accelerator.unwrap_model(critic.model)
+    assert model.get_base_model().is_gradient_checkpointing
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     for seed in range(3):
         update(critic, batch(seed), micro_batches=1)
@@ -221,16 +222,6 @@ def test_lora_trains_only_the_adapter_and_the_head(accelerator, model_path, tmp_
     assert {name.split(".")[-4] for name in moved if ".lora_" in name} == {"q_proj", "down_proj"}
     critic.save(tmp_path)
     assert set(torch.load(tmp_path / CRITIC_FILE)["weights"]) == moved
-
-
-def test_gradient_checkpointing_changes_no_gradient(accelerator, model_path):
-    metrics = []
-    for flag in (False, True):
-        critic = with_opinions(make_critic(accelerator, model_path("llama"), gradient_checkpointing=flag))
-        assert accelerator.unwrap_model(critic.model).is_gradient_checkpointing == flag
-        update(critic, batch(), micro_batches=1)
-        metrics.append(critic.metrics())
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
 
 
 def test_infinite_gradients_stop_before_the_optimiser(accelerator, model_path):
