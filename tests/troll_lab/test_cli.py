@@ -1,12 +1,13 @@
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
+import datasets
 import pytest
 
 from tests.troll_lab.runs.conftest import tiny_model  # noqa: F401  a fixture
@@ -19,42 +20,34 @@ from troll_sandbox.errors import SandboxError
     ("arguments", "message"),
     [
         (["train", "quikstart"], "did you mean quickstart"),
-        (["train", "quickstart", "--learing_rate", "1"], "did you mean --learning_rate"),
         (["train", "quickstart", "--model_name_or_path", "/nonexistent"], "cannot load the model"),
-        (["train", "quickstart", "--task_options", "{"], "not valid JSON"),
         (["train", "--kl_bound", "0.1", "quickstart"], "the recipe comes first: troll train RECIPE"),
+        (["train", "quickstart", "--task", "reasoning_gym:chain_sums"], "did you mean chain_sum? it has "),
+        (["train", "quickstart", "--task_options.max_term", "2"], "no option 'max_term', did you mean max_terms? it"),
+        (["train", "smollm2-sums"], "run make smollm2 in a checkout of TROLL, and give its folder models/SmolLM2"),
+        (["train", "smollm2-sums", "--model_name_or_path", "models/SmolLM2-135M-Instruct"], "run make smollm2"),
         (["compare", "--seeds", "3", "quickstart"], "the recipe comes first: troll compare RECIPE"),
         (["compare", "quickstart", "quikstart", "--seeds", "3"], "did you mean quickstart"),
+        (["compare", "quickstart", "--kl_bound", "0.1", "-1"], "kl_bound must be above 0, got -1.0"),
         (["report", "/nonexistent"], "not a run folder"),
         (["report", __file__], "not a run folder"),
         (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
         (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
         (["eval", "/nonexistent"], "there is no folder /nonexistent: check the path; for a model on the hub, name a"),
-        (["eval", "runs/wide"], "there is no folder runs/wide: check the path"),
         (["eval", "runs"], "there is no folder runs: check the path"),
         (["eval", str(Path(__file__).parent)], "has no task.json of troll train: name a task with --task"),
         (["eval", "runs/wide", "--task", "gsm8k"], "cannot load the model 'runs/wide': there is no such folder"),
         (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
         (["tasks", "check", "gsm9k"], "unknown task 'gsm9k', did you mean gsm8k? known tasks: aime24"),
         (["tasks", "check", "reasoning-gym:chain_sum"], "did you mean reasoning_gym? known tasks"),
-        (["tasks", "check", "reasoning_gym:chainsum"], "data set 'chainsum', did you mean chain_sum? it has "),
-        (["train", "quickstart", "--task", "reasoning_gym:chain_sums"], "did you mean chain_sum? it has "),
-        (["train", "quickstart", "--task_options.max_term", "2"], "no option 'max_term', did you mean max_terms? it"),
-        (
-            ["train", "smollm2-sums"],
-            "run make smollm2 in a checkout of TROLL, and give its folder models/SmolLM2",
-        ),
-        (["train", "smollm2-sums", "--model_name_or_path", "models/SmolLM2-135M-Instruct"], "run make smollm2"),
         (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),
         # What argparse finds.
         (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
         (["evaluate"], "invalid choice: 'evaluate'"),
-        (["tasks", "chek", "gsm8k"], "invalid choice: 'chek'"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
         assert cli.main(arguments) == 2
     except SystemExit as ended:  # of argparse
@@ -63,6 +56,7 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monke
     assert message in error
     assert error.startswith("troll: error: ")
     assert error.count("\n") == 1
+    assert not {"config.yaml", "compare.json"} & {path.name for path in tmp_path.rglob("*")}, "nothing has begun"
 
 
 def test_eval_goes_on_where_it_was_stopped(tiny_model, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -70,12 +64,8 @@ def test_eval_goes_on_where_it_was_stopped(tiny_model, tmp_path, monkeypatch, ca
 
     command = ["eval", str(tiny_model), "--task", "reasoning_gym:chain_sum", "--eval_size", "2"]
     command += ["--max_new_tokens", "4", "--output_dir", str(tmp_path / "out")]
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(run, "load_model", interrupted)
+        patched.setattr(run, "load_model", Mock(side_effect=KeyboardInterrupt))
         assert cli.main(command) == 130
     assert "the same command resumes" in capsys.readouterr().out
     assert cli.main(command) == 0
@@ -113,16 +103,14 @@ def test_eval_prompts_a_copied_model_as_its_training_did(tiny_model, tmp_path, m
     assert not any(re.fullmatch(r"\d+ [+-] \d+ =", prompt) for prompt in prompts("other"))
 
 
-def test_eval_tells_a_mistake_in_local_data_alone(tiny_model, tmp_path):  # noqa: F811
+def test_eval_tells_a_mistake_in_local_data_alone(tiny_model, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """Without the bars and tracebacks of Hugging Face's libraries."""
     (tmp_path / "rows.jsonl").write_text('{"q": "1?"}\n')
-    command = [sys.executable, "-m", "troll_lab.cli", "eval", str(tiny_model), "--task", "math500"]
-    command += ["--dataset_path", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
-    command += ["--trust_remote_code"]
-    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 2
-    assert result.stderr.startswith("troll: error: the test rows of ")
-    assert result.stderr.count("\n") == 1
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    command = ["eval", str(tiny_model), "--task", "math500", "--dataset_path", str(tmp_path / "rows.jsonl")]
+    assert cli.main([*command, "--output_dir", str(tmp_path / "out"), "--trust_remote_code"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("troll: error: the test rows of ") and said.count("\n") == 1
 
 
 def test_version_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,21 +144,16 @@ def test_tasks_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_machine_that_can_grade_nothing_is_no_traceback(tmp_path, capsys, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise SandboxError("no program of 3 batches in a row could be tested")
-
-    monkeypatch.setattr(MathGrader, "grade", fail)
+    cannot = SandboxError("no program of 3 batches in a row could be tested")
+    monkeypatch.setattr(MathGrader, "grade", Mock(side_effect=cannot))
     golds = tmp_path / "golds.jsonl"
     golds.write_text(json.dumps({"problem": "Question?", "answer": "72"}) + "\n")
     assert cli.main(["tasks", "check", "math500", "--dataset_path", str(golds)]) == 2
-    assert capsys.readouterr().err == "troll: error: no program of 3 batches in a row could be tested\n"
+    assert capsys.readouterr().err == f"troll: error: {cannot}\n"
 
 
 def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_train", interrupted)
+    monkeypatch.setattr(cli, "_train", Mock(side_effect=KeyboardInterrupt))
     assert cli.main(["train", "quickstart"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -195,28 +178,19 @@ def test_a_missing_package_is_named_with_what_brings_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "report", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    assert 'pip install "troll-rl[report]"' in result.stderr
+    assert 'pip install "troll-rl[report]"' in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     from troll_lab.runs import compare
 
-    seen: dict[str, object] = {}
-
-    def remember(runs: list, folder: Path, console: object, jobs: int | None, command: str) -> str:
-        seen.update(names=[run.name for run in runs], folder=folder, jobs=jobs, command=command)
-        return outcomes.pop(0)
-
-    outcomes = ["finished", "failed", "interrupted"]
-    monkeypatch.setattr(compare, "compare", remember)
+    made = Mock(side_effect=["finished", "failed", "interrupted"])
+    monkeypatch.setattr(compare, "compare", made)
     command = ["compare", "grpo", "rloo", "--surrogate", "troll", "none", "--jobs", "2", "--output_dir", "here"]
     assert [cli.main(command) for _ in range(3)] == [0, 1, 130]
-    assert seen == {
-        "names": ["grpo-troll", "grpo-none", "rloo-troll", "rloo-none"],
-        "folder": Path("here"),
-        "jobs": 2,
-        "command": "troll " + " ".join(command),
-    }
+    (runs, folder, _, *more), _ = made.call_args
+    assert [run.name for run in runs] == ["grpo-troll", "grpo-none", "rloo-troll", "rloo-none"]
+    assert (folder, more) == (Path("here"), [2, "troll " + " ".join(command)])
 
 
 def test_a_report_about_several_runs_is_one_page(tmp_path, monkeypatch, capsys):

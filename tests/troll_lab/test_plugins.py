@@ -52,12 +52,21 @@ def recipe(tmp_path: Path, new_process: mock.Mock) -> Path:
     return folder / "mine.yaml"
 
 
-def test_load_imports_a_file_that_is_relative_to_the_recipe(recipe, monkeypatch, tmp_path):
+def test_load_imports_a_file_that_is_relative_to_the_recipe(recipe, monkeypatch, tmp_path, new_process):
     monkeypatch.chdir(tmp_path)
     loaded = recipes.load("mine/mine.yaml")
     assert (loaded.training.surrogate, loaded.training.own_settings.factor) == ("near", 1.5)
     assert loaded.settings["plugins"] == [str(recipe.with_name("my_surrogate.py"))]
-    assert recipes.load(str(recipe)).settings == loaded.settings
+    (tmp_path / "elsewhere").mkdir()
+    recipes.save(loaded, tmp_path / "elsewhere" / "config.yaml")
+    new_process()
+    assert "near" not in SURROGATES
+    assert recipes.load(str(tmp_path / "elsewhere" / "config.yaml")).settings == loaded.settings
+    # A module is found by its name.
+    new_process()
+    monkeypatch.syspath_prepend(recipe.parent)
+    recipe.write_text("extends: quickstart\nplugins: [my_surrogate]\nsurrogate: near\n")
+    assert recipes.load(str(recipe)).settings["plugins"] == ["my_surrogate"]
 
 
 def test_load_finds_the_plugins_of_the_recipe_that_is_extended(recipe, tmp_path, new_process):
@@ -70,34 +79,17 @@ def test_load_finds_the_plugins_of_the_recipe_that_is_extended(recipe, tmp_path,
     assert "plugins" not in none.settings and "near" not in SURROGATES
 
 
-def test_saved_settings_import_the_plugins_again(recipe, tmp_path, new_process):
-    loaded = recipes.load(str(recipe))
-    (tmp_path / "elsewhere").mkdir()
-    recipes.save(loaded, tmp_path / "elsewhere" / "config.yaml")
-    new_process()
-    assert "near" not in SURROGATES
-    assert recipes.load(str(tmp_path / "elsewhere" / "config.yaml")).settings == loaded.settings
-
-
-def test_a_module_is_found_by_its_name(recipe, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(recipe.parent)
-    recipe.write_text("extends: quickstart\nplugins: [my_surrogate]\nsurrogate: near\n")
-    assert recipes.load(str(recipe)).settings["plugins"] == ["my_surrogate"]
-
-
-@pytest.mark.parametrize("form", ["{option} {file}", "{option}={file}", "{option} {file} {file}"])
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_the_command_line_takes_the_place_of_the_recipes_plugins(recipe, monkeypatch, form, place):
+@pytest.mark.parametrize(
+    "form", ["{rest} --plugins my_surrogate.py", "--plugins={file} {rest}", "--plugins {file} {file} {rest}"]
+)
+def test_the_command_line_takes_the_place_of_the_recipes_plugins(recipe, monkeypatch, form):
     """Relative to the current folder; the recipe's own need not be there."""
     monkeypatch.chdir(recipe.parent)
     recipe.write_text("extends: quickstart\nplugins: [gone.py]\n")
-    words = form.format(option="--plugins", file="my_surrogate.py").split()
-    rest = ["--surrogate", "near", "--surrogate_kwargs.factor", "4"]
-    loaded = recipes.load(str(recipe), [*words, *rest] if place == "before" else [*rest, *words])
-    assert (loaded.training.own_settings.factor, set(loaded.settings["plugins"])) == (
-        4,
-        {str(Path("my_surrogate.py").resolve())},
-    )
+    rest = "--surrogate near --surrogate_kwargs.factor 4"
+    loaded = recipes.load(str(recipe), form.format(file="my_surrogate.py", rest=rest).split())
+    assert loaded.training.own_settings.factor == 4
+    assert set(loaded.settings["plugins"]) == {str(Path("my_surrogate.py").resolve())}
     assert "plugins" not in recipes.load(str(recipe), ["--plugins"]).settings
 
 

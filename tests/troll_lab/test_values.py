@@ -71,7 +71,7 @@ def test_a_key_that_is_there_twice_is_named(tmp_path, text):
             "a: &x {b: *x}",
             "a: &x [[*x]]",
         ),
-        *(f"a: {'[' * 20_000}", f"a: {'[' * 5000}{']' * 5000}", f'{{"a": {"[" * 200_000}{"]" * 200_000}}}'),
+        *(f"a: {'[' * 5000}{']' * 5000}", f'{{"a": {"[" * 200_000}{"]" * 200_000}}}'),
     ],
 )
 def test_what_is_no_yaml_is_one_line_with_the_file(tmp_path, text):
@@ -92,14 +92,12 @@ def test_settings_are_written_so_that_the_same_values_are_read(tmp_path):
 
 
 def test_number_takes_numbers_and_their_texts():
-    assert [number(text) for text in ("1e-1", ".5", "+1e-3", "0o14", "inf", "-.inf", "Infinity")] == [
-        *(0.1, 0.5, 1e-3, 12.0, math.inf, -math.inf, math.inf)
-    ]
+    words = ("1e-1", ".5", "+1e-3", "0o14", "inf", "-.inf", "Infinity", 3, 0.25)
+    assert [number(word) for word in words] == [0.1, 0.5, 1e-3, 12.0, math.inf, -math.inf, math.inf, 3, 0.25]
     assert math.isnan(number("nan"))
-    assert (number(3), number(0.25)) == (3, 0.25)
-    for value in ("1_000", "yes", "true", "", "1:30", True, None, [1], 10**400, "1" + 400 * "0"):
+    for value in ("1_000", "yes", "true", "", "1:30", True, None, [1], "1" + 400 * "0"):
         with pytest.raises(ArgumentTypeError, match="must be a number"):
-            number(value if not isinstance(value, int) or isinstance(value, bool) else str(value))
+            number(value)
 
 
 def test_whole_number_takes_whole_numbers_and_their_texts():

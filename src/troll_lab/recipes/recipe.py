@@ -17,6 +17,7 @@ from trl import ModelConfig, TrlParser
 
 from troll.files import write_atomically
 from troll.settings import did_you_mean
+from troll.trl.sampling import POLICY
 from troll.trl.surrogates import SURROGATES
 from troll_lab import plugins
 from troll_lab.evaluation.vllm import vllm_is_usable
@@ -264,6 +265,8 @@ def _resolved(
     own = {field.name for field in fields(TaskConfig)} | OWN_FIELDS
     if ROLLOUT_LENGTH & chosen:
         own -= ROLLOUT_LENGTH  # what is derived would contradict a later change
+    if "generation_kwargs" in chosen:
+        own |= {*POLICY}  # which a configuration moves out of it, to their own fields
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # The checkpoint that a run was resumed from is not one of its settings.
     names_set = sorted((chosen | own) - {"resume_from_checkpoint"})

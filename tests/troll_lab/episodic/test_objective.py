@@ -36,7 +36,7 @@ def test_ratio_loss_at_the_old_policy_is_the_policy_gradient() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_clip_loss_drops_the_gradient_of_what_has_gone_far_enough() -> None:
+def test_clip_loss_drops_gradients_of_what_has_gone_far() -> None:
     log_ratio = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
     loss = clip_loss(log_ratio, advantages, clip=0.2)
@@ -68,12 +68,13 @@ def test_trust_region_objective_holds_its_bounds_and_pulls(events: str) -> None:
     assert (loss - without).item() == pytest.approx((mean.mean() + covariance).item())
 
 
-def test_trust_region_objective_inside_its_bounds_is_the_ratio_only() -> None:
+def test_trust_region_objective_inside_its_bounds_is_the_ratio() -> None:
     old, weights, advantages = batch()
     new = moved(old, 1e-3)
-    density = segment_log_prob(old, PRIMITIVE, weights, CUTS)
-    loss, projection = trust_region_objective(
-        new, old, lambda policy: segment_log_prob(policy, PRIMITIVE, weights, CUTS), density, advantages, 0.5, 0.5
-    )
+
+    def log_prob(policy: Gaussian) -> torch.Tensor:
+        return segment_log_prob(policy, PRIMITIVE, weights, CUTS)
+
+    loss, projection = trust_region_objective(new, old, log_prob, log_prob(old), advantages, 0.5, 0.5)
     assert not projection.mean_projected.any() and not projection.covariance_projected.any()
-    assert loss == ratio_loss(segment_log_prob(new, PRIMITIVE, weights, CUTS) - density, advantages)
+    assert loss == ratio_loss(log_prob(new) - log_prob(old), advantages)

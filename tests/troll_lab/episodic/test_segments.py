@@ -50,7 +50,7 @@ def test_segment_advantages_are_rewards_and_the_change_of_value(discount: float)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_generalised_advantages_with_full_decay_are_returns_minus_values(terminal: bool) -> None:
+def test_generalised_advantages_at_full_decay_are_returns(terminal: bool) -> None:
     rewards, values = random_episode(terminal)
     found = generalised_advantages(rewards, values, 0.9, 1.0)
     for t in range(STEPS):

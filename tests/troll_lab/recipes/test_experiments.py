@@ -17,7 +17,7 @@ from troll_lab.recipes import Recipe
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "verl"
 ON_GPU = [name for name in recipes.names() if recipes.read(name)[0].get("bf16")]
-STEPS = 1000
+STEPS = 200
 
 
 def load(name: str) -> Recipe:

@@ -1,6 +1,6 @@
 import json
-import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,39 @@ import yaml
 from experiments import RECIPES
 from troll.files import json_text
 from troll_lab import recipes
-from troll_lab.recipes import RecipeError
+from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.recipes.fields import TEXTS
 from troll_lab.runs.grid import expand
 
 
+@pytest.fixture
+def mine(tmp_path: Path) -> Callable[..., str]:
+    """Writes a recipe of one's own, and returns its path: `mine("extends: quickstart")`."""
+
+    def write(text: str, name: str = "mine") -> str:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def loaded_again(recipe: Recipe, path: Path) -> Recipe:
+    """The recipe that a saved one is, which has the same settings."""
+    recipes.save(recipe, path)
+    again = recipes.load(str(path))
+    assert again.settings == recipe.settings
+    assert again.training.to_dict() == recipe.training.to_dict()
+    assert (again.model, again.task) == (recipe.model, recipe.task)
+    return again
+
+
+ON_CPU = ["--use_cpu", "--bf16", "false"]
+
+
 def on_cpu(name: str) -> list[str]:
     # bf16 is refused on a machine without a device that has it.
-    return ["--use_cpu", "--bf16", "false"] if recipes.read(name)[0].get("bf16") else []
+    return ON_CPU if recipes.read(name)[0].get("bf16") else []
 
 
 def one_point(name: str) -> list[str]:
@@ -26,63 +51,42 @@ def one_point(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*recipes.names(), *sorted(map(str, RECIPES.glob("*.yaml")))], ids=lambda name: Path(name).stem
-)
-def test_recipes_save_and_log_at_the_end_of_rollouts(name: str) -> None:
-    training = recipes.load(name, [*one_point(name), *on_cpu(name)]).training
-    updates = training.rollout_steps // training.gradient_accumulation_steps
-    written = recipes.read(name)[0]
-    assert (written["save_steps"] % updates, written["logging_steps"] % updates) == (0, 0)
-    assert (training.save_steps, training.logging_steps) == (written["save_steps"], written["logging_steps"])
-
-
-@pytest.mark.parametrize(
     ("rollout", "save_steps", "logging_steps"),
     [
         (["--updates_per_rollout", "6"], 228, 12),
-        (["--updates_per_rollout", "16"], 224, 16),
         (["--updates_per_rollout", "1"], 224, 8),
         (["--steps_per_generation", "4", "--gradient_accumulation_steps", "3"], 224, 8),
         (["--updates_per_rollout", "6", "--save_steps", "224"], 224, 12),
         (["--updates_per_rollout", "6", "--save_steps", "0.1"], 0.1, 12),
     ],
 )
-def test_a_longer_rollout_moves_only_what_nobody_set(
-    tmp_path: Path, rollout: list[str], save_steps: float, logging_steps: float
-) -> None:
+def test_a_longer_rollout_moves_only_what_nobody_set(tmp_path, rollout, save_steps, logging_steps):
     recipe = recipes.load("quickstart", rollout)
     assert (recipe.training.save_steps, recipe.training.logging_steps) == (save_steps, logging_steps)
     assert recipe.note is None
-    recipes.save(recipe, tmp_path / "config.yaml")
-    again = recipes.load(str(tmp_path / "config.yaml"))
-    assert recipes.plain(again) == recipes.plain(recipe)
+    assert recipes.plain(loaded_again(recipe, tmp_path / "config.yaml")) == recipes.plain(recipe)
 
 
-def test_defaults_end_with_a_rollout_and_values_of_a_users_file_stay(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("{model_name_or_path: toy, use_cpu: true, bf16: false, updates_per_rollout: 8}")
-    training = recipes.load(str(path)).training
-    assert (training.save_steps, training.logging_steps) == (504, 16)
-    path.write_text("{extends: quickstart, save_steps: 100, logging_steps: 12}")
-    recipe = recipes.load(str(path))
+def test_defaults_end_with_a_rollout_and_a_users_values_stay(mine) -> None:
+    bare = recipes.load(mine("{model_name_or_path: toy, use_cpu: true, bf16: false, updates_per_rollout: 8}"))
+    assert (bare.training.save_steps, bare.training.logging_steps) == (504, 16)
+    recipe = recipes.load(mine("{extends: quickstart, save_steps: 100, logging_steps: 12}"))
     assert (recipe.training.save_steps, recipe.training.logging_steps) == (100, 12)
     assert recipe.note is None, "a rollout is sampled between any two of these logs"
 
 
-@pytest.mark.parametrize("steps", ["1", "4", "7"])
-def test_logs_without_a_reward_are_explained(steps: str) -> None:
-    note = recipes.load("quickstart", ["--logging_steps", steps]).note
-    assert note is not None and note.startswith(f"logging_steps {steps}: TRL logs the reward of a rollout once")
+def test_logs_without_a_reward_are_explained() -> None:
+    note = recipes.load("quickstart", ["--logging_steps", "7"]).note
+    assert note is not None and note.startswith("logging_steps 7: TRL logs the reward of a rollout once")
     assert note.endswith("with logging_steps 8, each log has one")
-    assert recipes.load("quickstart", ["--logging_steps", steps, "--logging_strategy", "epoch"]).note is None
+    assert recipes.load("quickstart", ["--logging_steps", "7", "--logging_strategy", "epoch"]).note is None
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.read(name)[0].get("bf16")])
-def test_a_recipe_for_a_gpu_says_so_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_for_a_gpu_says_so_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(RecipeError, match=f"^{re.escape(name)} is for a GPU .* none here; .* --use_cpu --bf16 false"):
-        recipes.load(name)
-    recipes.load(name, ["--use_cpu", "--bf16", "false"])
+    with pytest.raises(RecipeError, match=r"^math-qwen3 is for a GPU .* none here; .* --use_cpu --bf16 false"):
+        recipes.load("math-qwen3")
+    recipes.load("math-qwen3", ON_CPU)
 
 
 def test_a_slow_recipe_for_a_gpu_says_so_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,42 +99,31 @@ def test_a_slow_recipe_for_a_gpu_says_so_on_a_cpu(monkeypatch: pytest.MonkeyPatc
     assert recipes.load("smollm2-gsm8k").note is None
 
 
-def test_overrides_win_over_the_recipe() -> None:
-    recipe = recipes.load("quickstart", ["--kl_bound", "0.2", "--max_steps=7", "--task_options", '{"max_terms": 4}'])
-    assert (recipe.training.kl_bound, recipe.training.max_steps) == (0.2, 7)
-    assert recipe.task.options == {"max_terms": 4}
-
-
 @pytest.mark.parametrize(
     "name", [*recipes.names(), *sorted(map(str, RECIPES.glob("*.yaml")))], ids=lambda name: Path(name).stem
 )
-def test_shipped_recipes_are_off_policy_and_load_to_the_same_settings_when_saved(tmp_path: Path, name: str) -> None:
+def test_shipped_recipes_are_off_policy_and_survive_saving(tmp_path: Path, name: str) -> None:
     point = [*on_cpu(name), *one_point(name)]
-    training = recipes.load(name, point).training
-    assert not training.always_on_policy
-    assert training.kl_bound == (0.01 if name == "ablation-kl-bound" else 0.05)
-    updates = 32 if name.endswith("sparse-signal-32-updates.yaml") else 8
-    assert training.updates_per_rollout == updates
-    assert training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
     more = [] if "--kl_bound" in point else ["--kl_bound", "0.2"]
-    recipe = recipes.load(name, [*point, *more, "--max_steps", "7"])
-    recipes.save(recipe, tmp_path / "again.yaml")
-    again = recipes.load(str(tmp_path / "again.yaml"))
-    assert again.settings == recipe.settings
-    assert again.training.to_dict() == recipe.training.to_dict()
-    assert (again.model, again.task) == (recipe.model, recipe.task)
+    recipe = recipes.load(name, [*point, *more, "--max_steps=7"])
+    training, written = recipe.training, recipes.read(name)[0]
+    assert (training.kl_bound, training.max_steps) == (0.2 if more else 0.01, 7)
+    assert more or name == "ablation-kl-bound"
+    updates = 32 if name.endswith("sparse-signal-32-updates.yaml") else 8
+    assert training.updates_per_rollout == updates and not training.always_on_policy
+    assert (training.save_steps, training.logging_steps) == (written["save_steps"], written["logging_steps"])
+    assert (training.save_steps % updates, training.logging_steps % updates) == (0, 0), "with a rollout"
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    assert loaded_again(recipe, folder / "config.yaml").name == "my-run"
 
 
-@pytest.mark.parametrize("surrogate", ["cispo", "gmpo"])
-def test_a_saved_recipe_holds_the_loss_that_its_surrogate_set(tmp_path: Path, surrogate: str) -> None:
+def test_a_saved_recipe_holds_the_loss_that_its_surrogate_set(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="loss_type='dr_grpo' is now"):
-        recipe = recipes.load("dr-grpo", ["--surrogate", surrogate])
-    recipes.save(recipe, tmp_path / "again.yaml")
+        recipe = recipes.load("dr-grpo", ["--surrogate", "gmpo"])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="loss_type")
-        again = recipes.load(str(tmp_path / "again.yaml"))
-    assert again.settings == recipe.settings
-    assert again.training.to_dict() == recipe.training.to_dict()
+        loaded_again(recipe, tmp_path / "again.yaml")
 
 
 @pytest.mark.parametrize(
@@ -156,15 +149,9 @@ def test_the_length_of_a_rollout_is_what_was_said_last(tmp_path, overrides, reco
     assert recipes.load(str(tmp_path / "top.yaml")).training.updates_per_rollout == 3
 
 
-def test_two_words_for_the_length_of_a_rollout_in_one_place_must_agree(tmp_path: Path) -> None:
-    (tmp_path / "both.yaml").write_text("extends: quickstart\nupdates_per_rollout: 8\nsteps_per_generation: 4\n")
-    with pytest.raises(RecipeError, match="updates_per_rollout=8 disagrees with steps_per_generation=4"):
-        recipes.load(str(tmp_path / "both.yaml"))
-
-
 @pytest.mark.parametrize("usable", [False, True])
-def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(monkeypatch, usable):
-    name, cpu = "gsm8k-qwen3-24gb", ["--use_cpu", "--bf16", "false"]
+def test_vllm_generates_where_it_can_run(monkeypatch, usable):
+    name, cpu = "gsm8k-qwen3-24gb", ON_CPU
     monkeypatch.setattr(recipes.recipe, "vllm_is_usable", lambda: usable)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: usable)
     on_gpu = recipes.load(name, ["--bf16", "false"])
@@ -188,24 +175,6 @@ def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(mon
     assert recipes.load("quickstart").note is None
 
 
-def test_a_runs_settings_are_called_after_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "my-run").mkdir()
-    recipes.save(recipes.load("quickstart"), tmp_path / "my-run" / "config.yaml")
-    assert recipes.load(str(tmp_path / "my-run" / "config.yaml")).name == "my-run"
-
-
-def test_saving_leaves_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError("no space left")
-
-    path = tmp_path / "config.yaml"
-    path.write_text("kl_bound: 0.1\n")
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="no space left"):
-        recipes.save(recipes.load("quickstart"), path)
-    assert path.read_text() == "kl_bound: 0.1\n"
-
-
 def test_differences_know_what_a_left_out_field_means() -> None:
     settings = recipes.plain(recipes.load("quickstart", ["--kl_bound", "0.1", "--use_cpu"]))
     recorded = recipes.plain(recipes.load("quickstart"))
@@ -221,14 +190,8 @@ def test_differences_know_what_a_left_out_field_means() -> None:
     [
         ("quikstart", [], "did you mean quickstart"),
         ("nowhere.yaml", [], "recipes: ablation-kl-bound, .*quickstart"),
-        (
-            "ablation-kl-bound",
-            [],
-            "is a grid over kl_bound: run it with troll compare ablation-kl-bound, or give each one value, as in "
-            "--kl_bound 0",
-        ),
+        ("ablation-kl-bound", [], "a grid over kl_bound: run it with troll compare .*, or give each one value"),
         ("quickstart", ["--learing_rate", "1"], "did you mean --learning_rate"),
-        ("quickstart", ["--kl_bound", "abc"], "kl_bound"),
         ("quickstart", ["--kl_bound", "-1"], "kl_bound must be above 0"),
         ("quickstart", ["--loss_type", "cispo"], "set surrogate='cispo' and leave loss_type out"),
         ("quickstart", ["--task_options", "{"], "task_options is not valid JSON"),
@@ -258,22 +221,19 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
         ("a: [", "not YAML"),
         ("- a", "expected 'field: value' lines"),
         ("extends: quikstart", "extends: no recipe .* did you mean quickstart"),
-        ("extends: broken.yaml", "extends itself"),
+        ("extends: mine.yaml", "extends itself"),
         ("grid: {kl_bound: 0.1}", r"grid must hold 'field: \[value, value, ...\]' lines"),
         ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
         ("grid: {reward_weights: [[1.0, 0.5], [1.0, 1.0]]}", "grid cannot hold lists, and reward_weights has one"),
         ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
         ("kl_bound: 0.1\nkl_bound: 0.2", "found duplicate key in line 2, column 1: kl_bound: 0.2"),
-        ("surrogate_kwargs: {weight: 1, weight: 2}", "found duplicate key in line 1, column 31: weight: 2"),
         ("kl_bound: [0.1, 0.2]", r"kl_bound takes one value, got a list: .* write grid: \{kl_bound: \[0\.1, 0\.2\]\}"),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text(text)
+def test_broken_files_are_named(mine, text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as error:
-        recipes.load(str(path))
-    assert "broken.yaml" in str(error.value)
+        recipes.load(mine(text))
+    assert "mine.yaml" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -286,34 +246,21 @@ def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None
         ("learning_rate: 1:30", "argument --learning_rate.*: must be a number, got '1:30'"),
         ("reward_weights: [yes]", r"reward_weights must be a number, got 'yes'"),
         ("reward_weights: .5", r"reward_weights takes a list, got 0\.5: write \[0\.5\]"),
-        ("eval_tasks: 5", "eval_tasks takes a list, got 5"),
         ("run_name: 1e5", "run_name takes a text, and YAML reads 100000.0 as a number: put it in quotes"),
         ("dataset_path: true", "dataset_path takes a text, and YAML reads True as true or false: put it in quotes"),
         ("task: {name: gsm8k}", "task takes a text, got {'name': 'gsm8k'}"),
         ("disable_dropout: 2", "disable_dropout must be true or false, got 2"),
-        ("use_peft: {}", "use_peft must be true or false, got {}"),
         ("gradient_checkpointing: on", "argument --gradient_checkpointing.*: Truthy value expected: got on"),
         ("learning_rate: null", "learning_rate must be finite and at least 0, got None"),
         ("seed: null", r"seed must be an integer in \[0, 2\^32\), got None"),
         ("ddp_timeout: 1e30", "too large"),
-        (
-            "surrogate_kwargs: '{weight: 1, weight: 2}'",
-            "surrogate_kwargs is not valid JSON or YAML .found duplicate key",
-        ),
+        ("surrogate_kwargs: '{weight: 1, weight: 2}'", "is not valid JSON or YAML .found duplicate key"),
+        ("updates_per_rollout: 8\nsteps_per_generation: 4", "disagrees with steps_per_generation=4"),
     ],
 )
-def test_values_that_do_not_fit_their_field_are_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "mine.yaml").write_text(f"extends: quickstart\n{line}\n")
+def test_values_that_do_not_fit_their_field_are_named(mine, line: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as error:
-        recipes.load(str(tmp_path / "mine.yaml"))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("value", ["-1", "-1e-3", "-.5", "nan", ".nan", "inf", "-.inf", "1e400"])
-@pytest.mark.parametrize("name", ["temperature", "learning_rate", "beta", "top_entropy_quantile"])
-def test_numbers_out_of_their_range_are_refused_before_anything_is_loaded(name: str, value: str) -> None:
-    with pytest.raises(RecipeError, match=f"^{name} must be ") as error:
-        recipes.load("quickstart", [f"--{name}", value])
+        recipes.load(mine(f"extends: quickstart\n{line}\n"))
     assert "\n" not in str(error.value)
 
 
@@ -330,13 +277,18 @@ def test_numbers_out_of_their_range_are_refused_before_anything_is_loaded(name: 
         *("logging_steps: .nan", "logging_steps: .inf", "eval_steps: -1", "save_steps: .inf", "save_steps: -.5"),
         *("vllm_importance_sampling_clip_max: -1", "vllm_importance_sampling_clip_min: .nan"),
         *("off_policy_mask_threshold: .nan", "off_policy_mask_threshold: -1"),
+        *("temperature: -1e-3", "learning_rate: -.5", "learning_rate: .nan", "beta: -.inf", "top_entropy_quantile: -1"),
     ],
 )
-def test_other_numbers_that_train_nothing_right_are_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / "mine.yaml").write_text(f"extends: quickstart\n{line}\n")
-    with pytest.raises(RecipeError) as error:
-        recipes.load(str(tmp_path / "mine.yaml"))
-    assert line.partition(":")[0] in str(error.value)
+def test_numbers_out_of_their_range_are_refused(mine, line: str) -> None:
+    with pytest.raises(RecipeError, match=line.partition(":")[0]):
+        recipes.load(mine(f"extends: quickstart\n{line}\n"))
+
+
+@pytest.mark.parametrize("value", ["-1", "-1e-3", "-.5", "nan", ".nan", "inf", "-.inf", "1e400"])
+def test_words_out_of_their_range_are_refused(value: str) -> None:
+    with pytest.raises(RecipeError, match=r"^learning_rate must be "):
+        recipes.load("quickstart", ["--learning_rate", value])
 
 
 def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
@@ -346,36 +298,32 @@ def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
     assert recipe.settings["critic_kwargs"] == {"learning_rate": 1e-4}
     weighted = recipes.load("quickstart", ["--surrogate", "kl_penalty", "--surrogate_kwargs.direction", "new_old"])
     assert weighted.training.own_settings.direction == "new_old"
+    assert recipes.load("quickstart", ["--task_options", '{"max_terms": 4}']).task.options == {"max_terms": 4}
 
 
-def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Path) -> None:
-    penalty, clip, grid = (tmp_path / f"{name}.yaml" for name in ("penalty", "clip", "grid"))
-    penalty.write_text("extends: quickstart\nsurrogate: bounded_kl_penalty\nsurrogate_kwargs: {weight: 0.3, cap: 5}\n")
-    clip.write_text("extends: penalty.yaml\nsurrogate: clip\n")
-    grid.write_text(
-        "extends: quickstart\ngrid: {surrogate: [troll, kl_penalty], surrogate_kwargs.weight: [0.1, 0.3]}\n"
+def test_another_surrogate_drops_the_settings_of_the_one_below(mine) -> None:
+    penalty = mine(
+        "extends: quickstart\nsurrogate: bounded_kl_penalty\nsurrogate_kwargs: {weight: 0.3, cap: 5}\n", "penalty"
     )
-    weighted = recipes.load(str(penalty), ["--surrogate_kwargs.weight", "1"])
+    clip = mine("extends: penalty.yaml\nsurrogate: clip\n", "clip")
+    grid = mine("extends: quickstart\ngrid: {surrogate: [troll, kl_penalty], surrogate_kwargs.weight: [.1, 3e-1]}\n")
+    weighted = recipes.load(penalty, ["--surrogate_kwargs.weight", "1"])
     assert weighted.training.surrogate_kwargs == {"weight": 1, "cap": 5}
-    assert recipes.load(str(penalty), ["--surrogate", "clip"]).training.surrogate_kwargs is None
-    assert recipes.load(str(clip)).training.surrogate_kwargs is None
-    runs = expand([str(grid)], {"seed": ["0"]})
+    assert recipes.load(penalty, ["--surrogate", "clip"]).training.surrogate_kwargs is None
+    assert recipes.load(clip).training.surrogate_kwargs is None
+    runs = expand([grid], {"seed": ["0"]})
     assert [run.recipe.training.surrogate_kwargs for run in runs] == [None, {"weight": 0.1}, {"weight": 0.3}]
     with pytest.raises(recipes.RecipeError, match=r"is a grid over surrogate_kwargs\.weight"):
-        recipes.load(str(grid), ["--surrogate=kl_penalty"])
+        recipes.load(grid, ["--surrogate=kl_penalty"])
 
 
-def test_another_task_drops_the_options_of_the_one_below(tmp_path: Path) -> None:
-    task = ["--task", "reasoning_gym:spell_backward"]
+def test_another_task_drops_the_options_of_the_one_below(mine) -> None:
+    task, prompt = ["--task", "reasoning_gym:spell_backward"], ["--task_options.prompt", "{word} ="]
     assert recipes.load("quickstart", task).task.options == {}
-    assert recipes.load("quickstart", [*task, "--task_options.prompt", "{word} ="]).task.options == {
-        "prompt": "{word} ="
-    }
+    assert recipes.load("quickstart", [*task, *prompt]).task.options == {"prompt": "{word} ="}
     same = recipes.load("quickstart", ["--task", "reasoning_gym:chain_sum", "--task_options.min_terms", "2"])
     assert same.task.options["max_terms"] == 3
-    words = tmp_path / "words.yaml"
-    words.write_text("extends: quickstart\ntask: reasoning_gym:spell_backward\n")
-    assert recipes.load(str(words)).task.options == {}
+    assert recipes.load(mine("extends: quickstart\ntask: reasoning_gym:spell_backward\n")).task.options == {}
 
 
 def test_resume_without_a_value_means_the_last_checkpoint() -> None:
@@ -390,16 +338,16 @@ def test_resume_without_a_value_means_the_last_checkpoint() -> None:
     ("overrides", "name", "recorded"),
     [
         (["--no_shuffle_dataset"], "shuffle_dataset", False),
+        (["--generation_kwargs.top_p", "0.9"], "top_p", 0.9),
         (["--debug", "underflow_overflow"], "debug", ["underflow_overflow"]),
         (["--accelerator_config", '{"even_batches": false}'], "accelerator_config", {"even_batches": False}),
     ],
 )
 def test_a_saved_recipe_holds_what_the_parser_makes_of_its_own_forms(tmp_path, overrides, name, recorded):
     recipe = recipes.load("quickstart", overrides)
-    recipes.save(recipe, tmp_path / "again.yaml")
+    again = loaded_again(recipe, tmp_path / "again.yaml").training
     saved = yaml.safe_load((tmp_path / "again.yaml").read_text())[name]
     assert saved == (saved | recorded if isinstance(recorded, dict) else recorded)
-    again = recipes.load(str(tmp_path / "again.yaml")).training
     assert getattr(again, name) == getattr(recipe.training, name)
 
 
@@ -417,13 +365,12 @@ eval_strategy: no
 """
 
 
-def test_numbers_are_those_of_yaml_1_2_wherever_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.yaml"
-    path.write_text(NUMBERS)
+def test_numbers_are_those_of_yaml_1_2_wherever_they_are(mine, tmp_path: Path) -> None:
+    path = mine(NUMBERS)
     by_line = ["--learning_rate", "+1e-5", "--kl_bound=.5", "--max_steps", "1e2", "--reward_weights", "1e-1", ".5", "1"]
     by_line += ["--generation_kwargs", "{top_p: 9e-1}", "--surrogate", "bounded_kl_penalty", "--eval_strategy", "no"]
     by_line += ["--surrogate_kwargs.weight", "+1e-3", "--surrogate_kwargs.cap", ".5e+1", "--eval_size", "1e1"]
-    for name, line in ((str(path), []), ("quickstart", by_line)):
+    for name, line in ((path, []), ("quickstart", by_line)):
         training = recipes.load(name, line).training
         assert (training.learning_rate, training.kl_bound, training.max_steps) == (1e-5, 0.5, 100)
         assert type(training.max_steps) is int
@@ -432,39 +379,23 @@ def test_numbers_are_those_of_yaml_1_2_wherever_they_are(tmp_path: Path) -> None
         assert training.top_p == 0.9  # which generation_kwargs has set
         assert (training.own_settings.weight, training.own_settings.cap) == (1e-3, 5.0)
         assert training.eval_strategy == "no"
-    recipes.save(recipes.load(str(path)), tmp_path / "again.yaml")
-    assert recipes.load(str(tmp_path / "again.yaml")).settings == recipes.load(str(path)).settings
-
-
-def test_none_stays_a_value_of_numbers_that_may_be_left_out() -> None:
+    loaded_again(recipes.load(path), tmp_path / "again.yaml")
     recipe = recipes.load("quickstart", ["--eval_size", "null", "--delta", "None"])
     assert (recipe.task.eval_size, recipe.training.delta) == (None, None)
 
 
 @pytest.mark.parametrize("text", ["'{\"weight\": 1e-3}'", "'{weight: 1e-3}'", '{"weight": 1e-3}'])
-def test_a_dictionary_may_be_written_in_one_word(tmp_path: Path, text: str) -> None:
-    (tmp_path / "word.yaml").write_text(f"extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {text}\n")
-    for name, line in ((str(tmp_path / "word.yaml"), []), ("quickstart", ["--surrogate_kwargs", text.strip("'")])):
-        training = recipes.load(name, ["--surrogate", "kl_penalty", *line]).training
-        assert training.own_settings.weight == 1e-3
+def test_a_dictionary_may_be_written_in_one_word(mine, text: str) -> None:
+    word = mine(f"extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {text}\n")
+    by_line = ["--surrogate", "kl_penalty", "--surrogate_kwargs", text.strip("'")]
     more = ["--surrogate_kwargs.direction", "new_old"]
-    own = recipes.load(str(tmp_path / "word.yaml"), more).training.own_settings
-    assert (own.weight, own.direction) == (1e-3, "new_old")
+    for name, line, direction in ((word, [], "old_new"), ("quickstart", by_line, "old_new"), (word, more, "new_old")):
+        own = recipes.load(name, line).training.own_settings
+        assert (own.weight, own.direction) == (1e-3, direction)
 
 
-def test_values_of_a_grid_are_numbers_of_yaml_1_2(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(
-        "extends: quickstart\nsurrogate: kl_penalty\n"
-        "grid: {learning_rate: [1e-5, +1e-4], surrogate_kwargs.weight: [.5, 1e-1]}\n"
-    )
-    runs = expand([str(tmp_path / "grid.yaml")], {})
-    found = [(run.recipe.training.learning_rate, run.recipe.training.own_settings.weight) for run in runs]
-    assert sorted(found) == [(1e-5, 0.1), (1e-5, 0.5), (1e-4, 0.1), (1e-4, 0.5)]
-
-
-def test_an_infinite_bound_is_the_same_in_every_spelling(tmp_path: Path) -> None:
-    (tmp_path / "free.yaml").write_text("extends: quickstart\nkl_bound: .inf\n")
-    free = recipes.load(str(tmp_path / "free.yaml"))
+def test_an_infinite_bound_is_the_same_in_every_spelling(mine) -> None:
+    free = recipes.load(mine("extends: quickstart\nkl_bound: .inf\n"))
     for word in ("inf", ".inf", "Infinity"):
         assert recipes.load("quickstart", ["--kl_bound", word]).settings["kl_bound"] == free.settings["kl_bound"]
     for recorded in (recipes.plain(free), json.loads(json_text(recipes.plain(free)))):
@@ -473,19 +404,17 @@ def test_an_infinite_bound_is_the_same_in_every_spelling(tmp_path: Path) -> None
     assert run.recipe.training.kl_bound == float("inf")
 
 
-def test_a_recipe_extends_another_by_name_or_by_path(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("extends: quickstart\nkl_bound: 0.1\nmax_steps: 16\n")
-    (tmp_path / "top.yaml").write_text("extends: base.yaml\nmax_steps: 24\n")
-    base, top = recipes.load("quickstart"), recipes.load(str(tmp_path / "top.yaml"))
+def test_a_recipe_extends_another_by_name_or_by_path(mine) -> None:
+    mine("extends: quickstart\nkl_bound: 0.1\nmax_steps: 16\n", "base")
+    base, top = recipes.load("quickstart"), recipes.load(mine("extends: base.yaml\nmax_steps: 24\n"))
     assert (top.training.kl_bound, top.training.max_steps) == (0.1, 24)
     assert top.settings == base.settings | {"kl_bound": 0.1, "max_steps": 24}
 
 
-def test_a_field_takes_the_place_of_the_grid_it_extends(tmp_path: Path) -> None:
-    (tmp_path / "one.yaml").write_text("extends: ablation-kl-bound\nkl_bound: 0.1\n")
-    (tmp_path / "two.yaml").write_text("extends: ablation-kl-bound\ngrid: {support_top_k: [8, 16]}\n")
-    assert recipes.load(str(tmp_path / "one.yaml")).training.kl_bound == 0.1
-    assert recipes.read(str(tmp_path / "two.yaml"))[1] == {"kl_bound": [0.01, 0.05, 0.25], "support_top_k": [8, 16]}
+def test_a_field_takes_the_place_of_the_grid_it_extends(mine) -> None:
+    assert recipes.load(mine("extends: ablation-kl-bound\nkl_bound: 0.1\n")).training.kl_bound == 0.1
+    two = mine("extends: ablation-kl-bound\ngrid: {support_top_k: [8, 16]}\n")
+    assert recipes.read(two)[1] == {"kl_bound": [0.01, 0.05, 0.25], "support_top_k": [8, 16]}
 
 
 @pytest.mark.parametrize(
@@ -500,21 +429,15 @@ def test_a_field_takes_the_place_of_the_grid_it_extends(tmp_path: Path) -> None:
         ("ppo", {"advantage_estimator": "gae"}),
     ],
 )
-def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str, expected: dict[str, str]) -> None:
+def test_recipes_of_methods_are_variants_of_the_quickstart(name: str, expected: dict[str, str]) -> None:
     recipe, quickstart = recipes.load(name), recipes.load("quickstart")
     assert {field: getattr(recipe.training, field) for field in expected} == expected
-    assert recipe.task == quickstart.task
-    assert recipe.training.max_steps == quickstart.training.max_steps
+    assert (recipe.task, recipe.training.max_steps) == (quickstart.task, quickstart.training.max_steps)
     assert recipe.training.output_dir == f"runs/{name}"
 
 
-def test_fields_that_take_several_values_are_found_by_their_types() -> None:
+def test_fields_that_take_lists_are_found_by_their_types(mine) -> None:
     assert {"reward_weights", "eval_tasks", "lora_target_modules", "report_to", "optim_target_modules"} <= recipes.LISTS
-    assert not recipes.LISTS & {"kl_bound", "surrogate_kwargs", "generation_kwargs", "surrogate", "task"}
-
-
-def test_a_field_that_takes_only_a_list_takes_one_from_a_recipe(tmp_path: Path) -> None:
-    assert not recipes.LISTS & TEXTS
-    path = tmp_path / "own.yaml"
-    path.write_text("extends: quickstart\ninclude_for_metrics: [loss]\n")
-    assert recipes.load(str(path)).training.include_for_metrics == ["loss"]
+    assert not recipes.LISTS & {"kl_bound", "surrogate_kwargs", "generation_kwargs", "surrogate", "task", *TEXTS}
+    losses = recipes.load(mine("extends: quickstart\ninclude_for_metrics: [loss]\n")).training.include_for_metrics
+    assert losses == ["loss"]

@@ -91,6 +91,11 @@ def write_run(folder, rows, summary, config="learning_rate: 3.0e-05\n"):
     return folder
 
 
+def page_of(folder, rows, summary, **more):
+    """The page about a run of these lines and this summary."""
+    return Page(write_report(write_run(folder, rows, summary, **more)))
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = write_run(tmp_path_factory.mktemp("run"), metrics_of(20), summary_of(20))
@@ -126,15 +131,13 @@ def test_every_curve_is_drawn_named_and_explained(page, slug, title):
 
 def test_kl_cards_show_the_bound(page):
     for slug in CARDS:
-        assert ("bound ε = 0.05" in page.card(slug)) == slug.startswith("kl-")
-        assert (">ε</text>" in page.card(slug)) == slug.startswith("kl-")
+        assert ("bound ε = 0.05" in page.card(slug)) == (">ε</text>" in page.card(slug)) == slug.startswith("kl-")
 
 
 def line(card, colour):
     """The points (rightwards, downwards) of the boldest line in `colour`."""
-    paths = re.findall(rf'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--{colour}\); stroke-width: 1.6', card)
-    assert len(paths) == 1, paths
-    return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", paths[0])]
+    (path,) = re.findall(rf'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--{colour}\); stroke-width: 1.6', card)
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)]
 
 
 def heights(card, colour):
@@ -162,24 +165,25 @@ def test_long_run_stays_small(tmp_path):
 def test_thinning_keeps_the_one_step_over_the_bound(tmp_path):
     rows = [{"step": step, "trust_region/kl_after_max": 0.01} for step in range(1, 4001)]
     rows[1234]["trust_region/kl_after_max"] = 0.9
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(500))))
+    page = page_of(tmp_path / "run", rows, summary_of(500))
     spiked = page.card("kl-to-the-old-policy-largest-token")
     faint = re.findall(r'<path d="([^"]*)"[^>]*stroke-opacity: 0.3', spiked)
     ys = [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", faint[0])]
     assert max(ys) - min(ys) > 120, "0.9 is 1.95 of the axis's two decades; the mean of its group of ten would be 1"
 
 
-@pytest.mark.parametrize("rows", [None, []])
-@pytest.mark.parametrize("summary", [None, {}, {"status": "interrupted", "success_before": 0.4}])
+@pytest.mark.parametrize(
+    ("rows", "summary"), [(None, None), ([], {}), (None, {"status": "interrupted", "success_before": 0.4})]
+)
 def test_no_metrics_at_all(tmp_path, rows, summary):
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary)))
+    page = page_of(tmp_path / "run", rows, summary)
     assert "No step was logged" in page.text
     assert "svg" not in page.tags
 
 
 @pytest.mark.parametrize("rows", [metrics_of(1)[:1], metrics_of(1)[:2], [{"step": 0}], [{"step": 3, "loss": 0.1}]])
 def test_few_lines(tmp_path, rows):
-    page = Page(write_report(write_run(tmp_path / "run", rows, {"status": "interrupted"})))
+    page = page_of(tmp_path / "run", rows, {"status": "interrupted"})
     assert "interrupted" in page.text and "not measured" in page.text
     assert "running mean" not in page.text
     if "reward" not in rows[0]:
@@ -190,28 +194,21 @@ def test_few_lines(tmp_path, rows):
     ("slug", "odd", "reason"),
     [
         ("reward", {"reward": math.nan, "eval_reward": None}, "this run logged no value of it"),
-        ("entropy", {"entropy": math.nan}, "this run logged no value of it"),
         ("multiplier-η", {"trust_region/multiplier": math.nan}, "this run logged no value of it"),
-        (
-            "kl-to-the-old-policy-mean-token",
-            {"trust_region/kl_before_mean": math.nan, "trust_region/kl_after_mean": None},
-            "this run logged no value of it",
-        ),
         ("tail-mass", {"trust_region/tail_mass": 0.0}, "it was never above zero"),
     ],
 )
 def test_a_curve_without_data_is_left_out_and_said_so(tmp_path, slug, odd, reason):
-    rows = [row | {key: value for key, value in odd.items() if key in row} for row in metrics_of(3)]
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))
+    rows = [row | {key: value for key, value in odd.items() if key in row} for row in metrics_of(1)]
+    page = page_of(tmp_path / "run", rows, summary_of(1))
     assert page.card(slug) is None
     assert f"{CARDS[slug]} is left out: {reason}." in page.text
     assert sum(page.card(other) is not None for other in CARDS) == len(CARDS) - 1
 
 
 def test_one_missing_line_of_a_curve_is_named(tmp_path):
-    rows = [row for row in metrics_of(3) if "eval_reward" not in row]
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))
-    assert "Not logged: held out." in page.card("reward")
+    rows = [row for row in metrics_of(1) if "eval_reward" not in row]
+    assert "Not logged: held out." in page_of(tmp_path / "run", rows, summary_of(1)).card("reward")
 
 
 EVALUATIONS = [
@@ -227,21 +224,21 @@ EVALUATIONS = [
 ]
 
 
-def write_answers(folder: Path, evaluations: list[dict[str, Any]]) -> str:
-    write_run(folder, metrics_of(1), summary_of(1))
+def answers_page(folder: Path, evaluations: list[dict[str, Any]]) -> str:
+    write_run(folder, [{"step": 1, "reward": 0.5}], summary_of(1))
     (folder / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in evaluations))
     return Page(write_report(folder)).text
 
 
 def test_answers_before_and_after_are_at_the_top(tmp_path: Path) -> None:
-    text = write_answers(tmp_path / "run", EVALUATIONS)
+    text = answers_page(tmp_path / "run", EVALUATIONS)
     assert "Answers to held-out problems problembeforeafter 1 + 1 =3 ✗2 ✓ What? Why?<b><b> Sampled" in text
     assert text.index("1 + 1 =") < text.index("Learning")
 
 
 @pytest.mark.parametrize("evaluations", [[], EVALUATIONS[:1], EVALUATIONS[1:]])
 def test_answers_of_one_time_only_are_not_shown(tmp_path: Path, evaluations: list[dict[str, Any]]) -> None:
-    assert "Answers to held-out" not in write_answers(tmp_path / "run", evaluations)
+    assert "Answers to held-out" not in answers_page(tmp_path / "run", evaluations)
 
 
 @pytest.mark.parametrize("key", list(summary_of(1)))
@@ -251,8 +248,7 @@ def test_any_summary_field_may_be_missing_or_odd(tmp_path, key, value):
     if value is None:
         del summary[key]
     read_by_the_curves = key in ("kl_bound", "steps", "success_before", "success_after", "eval_questions")
-    rows = [{"step": 1, "reward": 0.5}] if read_by_the_curves else None
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary)))
+    page = page_of(tmp_path / "run", [{"step": 1, "reward": 0.5}] if read_by_the_curves else None, summary)
     assert (page.card("reward") is not None) == read_by_the_curves
 
 
@@ -273,7 +269,7 @@ NO_SUCCESS: dict[str, float | None] = {"success_before": None, "success_after": 
     ],
 )
 def test_headline_of_partial_summaries(tmp_path, changes, headline):
-    page = Page(write_report(write_run(tmp_path / "run", None, summary_of(20, **changes))))
+    page = page_of(tmp_path / "run", None, summary_of(20, **changes))
     assert headline in page.text
 
 
@@ -314,7 +310,7 @@ def test_what_comes_from_the_run_is_escaped(tmp_path):
     attack = "</pre><script src='x'>alert(1)</script>&amp;$title"
     fields = dict.fromkeys(("recipe", "task", "model", "machine", "status"), attack)
     summary = summary_of(1, **fields, versions={attack: attack})
-    page = Page(write_report(write_run(tmp_path / "run", metrics_of(1), summary, config=f"note: {attack}\n")))
+    page = page_of(tmp_path / "run", metrics_of(1), summary, config=f"note: {attack}\n")
     assert "script" not in page.tags
     assert page.text.count(attack) == 11, "title, heading, task, five facts, two versions, configuration"
 
@@ -327,13 +323,13 @@ def test_folder_without_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib", "pandas", "scipy"])
-def test_without_a_package_of_the_extra_the_error_names_both(monkeypatch, package):
+def test_without_a_package_the_error_names_it_and_the_extra(monkeypatch, package):
     hide_package(monkeypatch, package)
     with pytest.raises(ImportError, match=rf'needs {package}: pip install "troll-rl\[report\]"'):
         import_module("troll_lab.reports.run_page")
 
 
-def test_a_second_call_gives_the_same_bytes_with_other_settings_of_pyplot(tmp_path):
+def test_write_report_repeats_its_bytes_whatever_pyplots_are(tmp_path):
     import matplotlib
 
     folder = write_run(tmp_path / "run", metrics_of(1), summary_of(1))
@@ -345,7 +341,7 @@ def test_a_second_call_gives_the_same_bytes_with_other_settings_of_pyplot(tmp_pa
     assert len(list(folder.iterdir())) == 4
 
 
-def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page):
+def test_metrics_of_some_runs_are_drawn_where_they_are(tmp_path, page):
     extra = {
         "trust_region/diagnostics/sequence_kl": "kl-of-whole-sequences",
         "trust_region/diagnostics/sequence_kl_k1": "kl-of-whole-sequences",
@@ -356,8 +352,8 @@ def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page
         "critic/explained_variance": "explained-variance",
         "clip_ratio/region_mean": "clipped-fraction",
     }
-    rows = [row | dict.fromkeys(extra, 0.1) for row in metrics_of(2)]
-    more = Page(write_report(write_run(tmp_path / "run", rows, summary_of(2))))
+    rows = [row | dict.fromkeys(extra, 0.1) for row in metrics_of(1)]
+    more = page_of(tmp_path / "run", rows, summary_of(1))
     for slug in extra.values():
         assert more.card(slug) is not None and page.card(slug) is None, slug
     assert "<li>" in more.card("kl-of-whole-sequences"), "several lines have a legend"
@@ -366,23 +362,24 @@ def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page
 
 def test_kl_target_adds_kl_wanted_and_rate(tmp_path, page):
     rates = {"learning_rate": 1e-4, "trust_region/kl_target/rate": 1e-4, "trust_region/kl_target/wanted": 0.01}
-    rows = [row | rates if "loss" in row else row for row in metrics_of(2)]
-    more = Page(write_report(write_run(tmp_path / "run", rows, summary_of(2))))
-    wanted = heights(more.card("kl-measured-and-wanted"), "second")
-    assert len(set(wanted)) == 1 and more.card("learning-rate") is not None
-    without = [row | {"learning_rate": 1e-4} for row in metrics_of(2)]
-    assert Page(write_report(write_run(tmp_path / "run", without, summary_of(2)))).card("learning-rate") is None
+    rows = [row | rates for row in metrics_of(1) if "loss" in row]
+    more = page_of(tmp_path / "run", rows, summary_of(1))
+    assert len(set(heights(more.card("kl-measured-and-wanted"), "second"))) == 1
+    assert more.card("learning-rate") is not None
     assert page.card("kl-measured-and-wanted") is None
+    without = page_of(tmp_path / "run", [{"step": 1, "learning_rate": 1e-4}], summary_of(1))
+    assert without.card("learning-rate") is None
 
 
-def test_a_bound_that_changes_is_a_curve_and_a_line_in_the_kl_cards(tmp_path):
-    rows = [row | {"trust_region/kl_bound": 0.05 if row["step"] < 9 else 0.02} for row in metrics_of(3)]
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))
+def test_a_changing_bound_is_a_curve_and_a_line_in_kl_cards(tmp_path):
+    bounded = [row for row in metrics_of(1) if "loss" in row]
+    rows = [row | {"trust_region/kl_bound": 0.05 if row["step"] < 4 else 0.02} for row in bounded]
+    page = page_of(tmp_path / "run", rows, summary_of(1))
     assert page.card("kl-bound-ε") is not None
     assert ">ε</text>" in page.card("kl-to-the-old-policy-mean-token")
     assert "bound ε = " not in page.text
-    fixed = [row | {"trust_region/kl_bound": 0.05} for row in metrics_of(3)]
-    page = Page(write_report(write_run(tmp_path / "fixed", fixed, summary_of(3))))
+    fixed = [row | {"trust_region/kl_bound": 0.05} for row in bounded]
+    page = page_of(tmp_path / "fixed", fixed, summary_of(1))
     assert page.card("kl-bound-ε") is None
     assert "bound ε = 0.05" in page.text
 
@@ -390,13 +387,13 @@ def test_a_bound_that_changes_is_a_curve_and_a_line_in_the_kl_cards(tmp_path):
 def test_conditioning_is_set_against_the_gradient_norm(tmp_path):
     key = "trust_region/diagnostics/conditioning_min"
     rows = [row | {key: 1 / row["step"], "grad_norm": row["step"] ** 2} for row in metrics_of(1) if "loss" in row]
-    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(1))))
+    page = page_of(tmp_path / "run", rows, summary_of(1))
     assert "Rank correlation of conditioning min with the gradient norm: −1.00, over 8 steps." in page.text
 
 
 def test_a_run_without_a_trust_region_misses_none(tmp_path):
     rows = [{name: value for name, value in row.items() if "trust_region" not in name} for row in metrics_of(1)]
-    page = Page(write_report(write_run(tmp_path / "clip", rows, summary_of(1, surrogate="clip"))))
+    page = page_of(tmp_path / "clip", rows, summary_of(1, surrogate="clip"))
     assert "left out" not in page.text
     assert "KL to the old policy" not in page.text
     assert page.card("reward") is not None

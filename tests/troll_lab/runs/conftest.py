@@ -1,3 +1,4 @@
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -5,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from troll_lab.runs.toy_model import character_tokenizer, model_config
@@ -65,6 +67,18 @@ def short_run(tiny_model: Path, tmp_path: Path) -> list[str]:
 def chat_model(tmp_path: Path) -> Callable[[str | None], Path]:
     """Writes the tiny model with a chat template."""
     return lambda template: write_tiny_model(tmp_path / "model", template)
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, str]:
+    """A run that was never interrupted: its overrides, its folder and what it printed."""
+    from troll_lab import recipes
+    from troll_lab.runs.train import train
+
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    overrides, output = short(tiny_model, folder), io.StringIO()
+    assert train(recipes.load("quickstart", overrides), Console(file=output, width=200))
+    return overrides, folder, output.getvalue()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

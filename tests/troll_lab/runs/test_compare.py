@@ -17,7 +17,6 @@ from rich.console import Console
 from tests.pages import hide_package
 from tests.troll_lab.runs.conftest import short
 from tests.troll_sandbox.processes import wait_until
-from troll_lab import cli
 from troll_lab.recipes import RecipeError
 from troll_lab.runs import compare as module
 from troll_lab.runs import slots, worker
@@ -96,13 +95,14 @@ def starts(folder: Path, name: str) -> list[str]:
 
 
 def test_every_run_is_made_and_compared(tmp_path: Path, how: dict[str, str], console: Console) -> None:
-    assert compare(grid(kl_bound=["0.1", "0.2"]), tmp_path / "all", console, jobs=3) == "finished"
+    folder = tmp_path / "a[b]c[/d]"  # no markup
+    assert compare(grid(kl_bound=["0.1", "0.2"]), folder, console, jobs=3) == "finished"
     names = [f"quickstart-kl_bound={bound}-seed={seed}" for seed in (0, 1) for bound in ("0.1", "0.2")]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
-    assert [starts(tmp_path / "all", name) for name in names] == [[threads]] * 4
+    assert [starts(folder, name) for name in names] == [[threads]] * 4
     for name in ("comparison.html", "comparison.md"):
-        assert "kl_bound=0.1" in (tmp_path / "all" / name).read_text()
-    assert "50.0 ± 0.0 (2)" in text_of(console)
+        assert "kl_bound=0.1" in (folder / name).read_text()
+    assert f"output in {folder}" in text_of(console) and "50.0 ± 0.0 (2)" in text_of(console)
     assert text_of(console).count("started ") == text_of(console).count("finished  ") == 4
 
 
@@ -163,14 +163,10 @@ def test_a_grid_with_more_runs_goes_on(tmp_path: Path, how: dict[str, str], cons
 
 
 def test_two_comparisons_do_not_work_in_one_folder(tmp_path: Path, how: dict[str, str], console: Console) -> None:
-    folder = tmp_path / "all"
-    with (
-        module._locked(folder),
-        pytest.raises(RecipeError, match="another troll compare, or a run that it left behind"),
-    ):
-        compare(grid(), folder, console)
-    assert not (folder / "compare.json").exists()
-    assert compare(grid(), folder, console, jobs=2) == "finished"
+    message = "another troll compare, or a run that it left behind"
+    with module._locked(tmp_path), pytest.raises(RecipeError, match=message):
+        compare(grid(), tmp_path, console)
+    assert not (tmp_path / "compare.json").exists()
 
 
 def test_a_run_that_was_left_behind_keeps_the_lock(tmp_path: Path, how: dict[str, str]) -> None:
@@ -194,7 +190,7 @@ def test_a_run_that_was_left_behind_keeps_the_lock(tmp_path: Path, how: dict[str
         pass
 
 
-def test_runs_share_a_worker_and_the_death_of_one_stops_no_other(tmp_path, how, console):
+def test_runs_share_a_worker_and_one_death_stops_no_other(tmp_path, how, console):
     how["quickstart-seed=1"] = how["quickstart-seed=2"] = "wait"
     folder = tmp_path / "all"
 
@@ -258,18 +254,11 @@ def test_ctrl_c_while_a_process_starts_does_not_lose_it(tmp_path, how, console, 
     assert not left
 
 
-def test_without_matplotlib_the_results_are_there_but_for_the_page(tmp_path, how, console, monkeypatch):
+def test_without_matplotlib_only_the_page_is_missing(tmp_path, how, console, monkeypatch):
     hide_package(monkeypatch, "matplotlib")
     assert compare(grid(), tmp_path / "all", console, jobs=2) == "finished"
     assert "50.0 ± 0.0 (2)" in text_of(console)
     assert 'no comparison page: the report needs matplotlib: pip install "troll-rl[report]"' in text_of(console)
-
-
-def test_square_brackets_are_no_markup(tmp_path: Path, how: dict[str, str], console: Console) -> None:
-    folder = tmp_path / "a[b]c[/d]"
-    compare(grid(task_options=["{}", '{"prompt": "[/x]"}']), folder, console, jobs=2)
-    assert f"output in {folder}" in text_of(console)
-    assert "[/x]" in text_of(console)
 
 
 def wait_for(path: Path) -> None:
@@ -327,12 +316,6 @@ def test_the_second_ctrl_c_kills(tmp_path: Path, how: dict[str, str], console: C
     assert "stopping 1 runs; Ctrl-C again kills them" in text_of(console)
 
 
-def test_nothing_starts_before_the_whole_grid_is_valid(tmp_path: Path, how: dict[str, str]) -> None:
-    command = ["compare", "quickstart", "--kl_bound", "0.1", "-1", "--output_dir", str(tmp_path / "all")]
-    assert cli.main(command) == 2
-    assert not (tmp_path / "all").exists()
-
-
 def test_a_model_that_cannot_be_made_is_told_before_any_run(tmp_path, how, console, monkeypatch):
     monkeypatch.setattr(module, "model_path", Mock(side_effect=RecipeError("no model")))
     with pytest.raises(RecipeError, match="no model"):
@@ -341,9 +324,10 @@ def test_a_model_that_cannot_be_made_is_told_before_any_run(tmp_path, how, conso
 
 
 def test_on_a_terminal_bars_show_the_steps(tmp_path: Path, how: dict[str, str]) -> None:
-    terminal = Console(file=io.StringIO(), width=100, force_terminal=True)
-    assert compare(grid(), tmp_path / "all", terminal, jobs=2) == "finished"
-    assert "quickstart-seed=0" in text_of(terminal)
+    terminal = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    points = grid(seed=["0"], task_options=["{}", '{"prompt": "[/x]"}'])
+    assert compare(points, tmp_path / "all", terminal, jobs=2) == "finished"
+    assert points[1].name in text_of(terminal) and "[/x]" in text_of(terminal)
     assert "started" not in text_of(terminal)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.pages import Page
-from troll_lab.runs.comparison import Comparison
+from troll_lab.runs.comparison import Comparison, Group
 from troll_lab.runs.comparison_files import write_comparison
 from troll_lab.runs.comparison_tables import console_table, markdown
 from troll_lab.runs.recorded import MANIFEST, read_runs
@@ -65,6 +65,14 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "compare")
 
 
+def groups_of(*folders: Path) -> list[Group]:
+    return Comparison(read_runs([*folders])).groups
+
+
+def labels_of(*folders: Path) -> list[str]:
+    return [group.label.removeprefix("quickstart ") for group in groups_of(*folders)]
+
+
 def test_runs_that_differ_in_their_seed_are_one_group(folder: Path) -> None:
     comparison = Comparison(read_runs([folder]))
     troll, clip = "quickstart kl_bound=", "quickstart clip"
@@ -75,7 +83,7 @@ def test_runs_that_differ_in_their_seed_are_one_group(folder: Path) -> None:
     assert all(cells["clip"] is comparison.groups[2] for cells in comparison.table.values()), "it reads no kl_bound"
 
 
-def test_differences_are_of_troll_and_each_rival_in_each_row(folder: Path) -> None:
+def test_differences_are_of_troll_and_each_rival_in_a_row(folder: Path) -> None:
     differences = Comparison(read_runs([folder])).differences
     assert [found.first.label for found in differences] == [f"quickstart kl_bound={k} troll" for k in ("0.01", "0.05")]
     assert [found.second.label for found in differences] == ["quickstart clip"] * 2
@@ -86,22 +94,19 @@ def test_differences_are_of_troll_and_each_rival_in_each_row(folder: Path) -> No
     assert "kl_bound=0.05" in found.first.label
 
 
-def test_a_setting_that_differs_between_the_surrogates_is_not_hidden(tmp_path: Path) -> None:
+def test_a_setting_that_differs_between_surrogates_is_not_hidden(tmp_path: Path) -> None:
     fast = write_run(tmp_path / "fast", "troll", 0, 0.5, learning_rate=1e-3)
     slow = write_run(tmp_path / "slow", "clip", 0, 0.5, learning_rate=1e-5)
     comparison = Comparison(read_runs([fast, slow]))
-    assert len(comparison.table) == 2
-    assert comparison.differences == []
+    assert (len(comparison.table), comparison.differences) == (2, [])
 
 
 def test_a_setting_that_some_runs_leave_out_tells_them_apart(tmp_path: Path) -> None:
     """A configuration leaves out what is None; the summary has every setting that the surrogate reads."""
-    capped = write_run(tmp_path / "capped", "clip", 0, 0.7, epsilon_high=0.3)
-    plain = write_run(tmp_path / "plain", "clip", 0, 0.6)
-    for run, value in ((capped, 0.3), (plain, None)):
+    runs = [write_run(tmp_path / "0.3", "clip", 0, 0.7, epsilon_high=0.3), write_run(tmp_path / "null", "clip", 0, 0.6)]
+    for run, value in zip(runs, (0.3, None), strict=True):
         summarise(run, surrogate_settings={"epsilon": 0.2, "epsilon_high": value})
-    groups = Comparison(read_runs([capped, plain])).groups
-    assert [dict(group.row)["epsilon_high"] for group in groups] == ["0.3", "null"]
+    assert labels_of(*runs) == ["epsilon_high=0.3 clip", "epsilon_high=null clip"]
 
 
 def test_a_setting_that_a_surrogate_sets_itself_makes_no_row(tmp_path: Path) -> None:
@@ -113,19 +118,16 @@ def test_a_setting_that_a_surrogate_sets_itself_makes_no_row(tmp_path: Path) -> 
 
 
 def test_two_equal_runs_are_refused(folder: Path, tmp_path: Path) -> None:
-    again = write_run(tmp_path / "again", "clip", 0, 0.5)
     with pytest.raises(ValueError, match="c-0 and again do not differ"):
-        _ = Comparison(read_runs([folder, again])).groups
+        groups_of(folder, write_run(tmp_path / "again", "clip", 0, 0.5))
 
 
 def test_runs_that_do_not_say_what_they_read_are_not_pooled(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(i), "troll", i, 0.5, kl_bound=0.01 * (i + 1)) for i in range(2)]
-    runs.append(write_run(tmp_path / "new", "troll", 0, 0.5))
-    runs.append(write_run(tmp_path / "clip", "clip", 0, 0.5))
-    for run in runs[:2]:  # an older version's summary did not say what the surrogate reads
+    for run in runs:  # an older version's summary did not say what the surrogate reads
         summarise(run, surrogate_settings=None)
-    labels = [group.label.removeprefix("quickstart ") for group in Comparison(read_runs(runs)).groups]
-    assert labels == ["kl_bound=0.01 troll", "kl_bound=0.02 troll", "kl_bound=0.05 troll", "clip"]
+    runs += [write_run(tmp_path / name, name, 0, 0.5) for name in ("troll", "clip")]
+    assert labels_of(*runs) == ["kl_bound=0.01 troll", "kl_bound=0.02 troll", "kl_bound=0.05 troll", "clip"]
 
 
 def test_unfinished_runs_change_no_label(tmp_path: Path) -> None:
@@ -133,8 +135,7 @@ def test_unfinished_runs_change_no_label(tmp_path: Path) -> None:
     runs.append(write_run(tmp_path / "interrupted", "troll", 0, None, kl_bound=3))
     runs.append(write_run(tmp_path / "killed", "troll", 0, None, learning_rate=1.0))
     (runs[-1] / "summary.json").unlink()
-    (group,) = Comparison(read_runs(runs)).groups
-    assert group.label == "quickstart troll"
+    assert labels_of(*runs) == ["troll"]
     assert "comparison of quickstart\n" in write_comparison(runs, tmp_path).read_text().replace("</h1>", "\n")
 
 
@@ -193,24 +194,24 @@ def test_tables(folder: Path) -> None:
     assert "69.0 ± 7.1 (2)" in console.export_text()
 
 
-def test_groups_distinguish_runs_of_which_some_do_not_record_a_setting(tmp_path: Path) -> None:
+def found(*folders: Path) -> list[tuple[str, list[str], int]]:
+    """Of each group β, the names of its runs, and how many are planned."""
+    groups = groups_of(*folders)
+    return [(dict(group.row)["beta"], [run.name for run in group.runs], group.planned) for group in groups]
+
+
+def test_groups_distinguish_runs_that_record_a_setting(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(seed), "troll", seed, 0.6) for seed in (0, 1)]
     runs.append(write_run(tmp_path / "beta", "troll", 0, 0.1, beta=0.04))
-    write_run(tmp_path / "unfinished", "troll", 2, None)
-    groups = Comparison(read_runs([*runs, tmp_path / "unfinished"])).groups
-    found = [(dict(group.row)["beta"], [run.name for run in group.runs], group.planned) for group in groups]
-    assert found == [("default", ["0", "1"], 3), ("0.04", ["beta"], 1)]
+    runs.append(write_run(tmp_path / "unfinished", "troll", 2, None))
+    assert found(*runs) == [("default", ["0", "1"], 3), ("0.04", ["beta"], 1)]
 
 
-def test_groups_plan_no_run_of_a_method_of_which_none_is_finished(tmp_path: Path) -> None:
+def test_groups_plan_no_run_of_an_unfinished_method(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "done", "troll", 0, 0.6, kl_bound=0.01)]
-    runs += [
-        write_run(tmp_path / f"{bound}-{seed}", "troll", seed, None, kl_bound=bound)
-        for bound in (0.01, 0.05)
-        for seed in (1, 2)
-    ]
-    (group,) = Comparison(read_runs(runs)).groups
-    assert group.planned == 3
+    for bound in (0.01, 0.05):
+        runs += [write_run(tmp_path / f"{bound}-{seed}", "troll", seed, None, kl_bound=bound) for seed in (1, 2)]
+    assert [group.planned for group in groups_of(*runs)] == [3]
 
 
 def test_groups_know_the_settings_that_only_the_manifest_has(tmp_path: Path) -> None:
@@ -220,20 +221,18 @@ def test_groups_know_the_settings_that_only_the_manifest_has(tmp_path: Path) -> 
     write_run(tmp_path / "other", "troll", 1, 0.1, beta=0.04)
     runs = {"old": {"beta": 0.0}, "new": {"beta": 0.0}, "other": {"beta": 0.04}}
     (tmp_path / MANIFEST).write_text(json.dumps({"runs": runs}))
-    groups = Comparison(read_runs([tmp_path])).groups
-    found = [(dict(group.row)["beta"], [run.name for run in group.runs]) for group in groups]
-    assert found == [("0.0", ["old", "new"]), ("0.04", ["other"])]
+    assert found(tmp_path) == [("0.0", ["old", "new"], 2), ("0.04", ["other"], 1)]
 
 
-def test_settings_that_were_chosen_for_each_method_make_no_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settled", "labels"),
+    [([], ["kl_bound=0.01 troll", "kl_bound=0.2 regression"]), (["kl_bound"], ["troll", "regression"])],
+)
+def test_settings_that_were_chosen_for_each_method_make_no_row(tmp_path: Path, settled, labels) -> None:
     for name, surrogate, bound in (("a", "troll", 0.01), ("b", "regression", 0.2)):
         write_run(tmp_path / name, surrogate, 0, 0.5, kl_bound=bound)
-    for settled, labels in (
-        ([], ["quickstart kl_bound=0.01 troll", "quickstart kl_bound=0.2 regression"]),
-        (["kl_bound"], ["quickstart troll", "quickstart regression"]),
-    ):
-        (tmp_path / MANIFEST).write_text(json.dumps({"runs": {"a": {}, "b": {}}, "settled": settled}))
-        assert [group.label for group in Comparison(read_runs([tmp_path])).groups] == labels
+    (tmp_path / MANIFEST).write_text(json.dumps({"runs": {"a": {}, "b": {}}, "settled": settled}))
+    assert labels_of(tmp_path) == labels
 
 
 def test_seeds_that_agree_have_no_interval(tmp_path: Path) -> None:

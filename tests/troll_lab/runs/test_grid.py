@@ -12,7 +12,7 @@ def plan(*command: str) -> list[PlannedRun]:
     return expand(recipes, parse_command(recipes, fields).axes)
 
 
-def test_fields_with_several_values_multiply_the_runs_and_name_them() -> None:
+def test_expand_multiplies_and_names_runs() -> None:
     runs = plan("quickstart", "grpo", "--learning_rate", "1e-5", "1e-4", "--seeds", "2", "--max_steps", "8")
     assert [run.name for run in runs] == [
         f"{recipe}-learning_rate={rate}-seed={seed}"
@@ -25,31 +25,21 @@ def test_fields_with_several_values_multiply_the_runs_and_name_them() -> None:
     assert runs[-1].overrides == ("--learning_rate=1e-4", "--max_steps=8", "--seed=1")
 
 
-def test_a_setting_that_a_surrogate_does_not_read_does_not_multiply_its_runs() -> None:
+def test_expand_multiplies_no_runs_by_a_setting_that_is_not_read() -> None:
     runs = plan("quickstart", "--kl_bound", "0.01", "0.05", "--surrogate", "troll", "clip", "none", "--epsilon", "0.1")
-    assert [run.name for run in runs] == [
-        "quickstart-troll-kl_bound=0.01",
-        "quickstart-troll-kl_bound=0.05",
-        "quickstart-clip",
-        "quickstart-none",
-    ]
+    points = ["troll-kl_bound=0.01", "troll-kl_bound=0.05", "clip", "none"]
+    assert [run.name for run in runs] == [f"quickstart-{point}" for point in points]
     assert runs[2].recipe.training.epsilon == 0.1
     assert runs[0].recipe.training.epsilon is None, "TROLL would warn that it ignores the clip's range"
-
-
-def test_a_setting_that_a_surrogate_sets_itself_does_not_multiply_its_runs() -> None:
-    runs = plan("quickstart", "--surrogate", "troll", "cispo", "--loss_type", "bnpo", "dapo")
-    assert [run.name for run in runs] == [
-        "quickstart-troll-loss_type=bnpo",
-        "quickstart-troll-loss_type=dapo",
-        "quickstart-cispo",
-    ]
-    assert [run.recipe.training.loss_type for run in runs] == ["bnpo", "dapo", "cispo"]
-
-
-def test_a_clip_only_setting_that_troll_refuses_reaches_the_clip_alone() -> None:
     runs = plan("quickstart", "--surrogate", "troll", "clip", "--delta", "3")
-    assert [run.recipe.training.delta for run in runs] == [None, 3.0]
+    assert [run.recipe.training.delta for run in runs] == [None, 3.0], "TROLL would refuse it"
+
+
+def test_expand_multiplies_no_runs_by_a_setting_of_the_surrogate() -> None:
+    runs = plan("quickstart", "--surrogate", "troll", "cispo", "--loss_type", "bnpo", "dapo")
+    points = ["troll-loss_type=bnpo", "troll-loss_type=dapo", "cispo"]
+    assert [run.name for run in runs] == [f"quickstart-{point}" for point in points]
+    assert [run.recipe.training.loss_type for run in runs] == ["bnpo", "dapo", "cispo"]
 
 
 def test_the_grid_of_a_recipe_and_what_wins_over_it() -> None:
@@ -60,9 +50,9 @@ def test_the_grid_of_a_recipe_and_what_wins_over_it() -> None:
 
 
 def test_one_point_is_one_run_of_the_recipes_name() -> None:
-    (run,) = plan("quickstart", "--use_cpu", "--kl_bound=0.1")
-    assert (run.name, run.overrides) == ("quickstart", ("--kl_bound=0.1", "--use_cpu"))
-    assert run.settings["kl_bound"] == 0.1
+    (run,) = plan("quickstart", "--use_cpu", "--entropy_coef=-1e-3")
+    assert (run.name, run.overrides) == ("quickstart", ("--entropy_coef=-1e-3", "--use_cpu"))
+    assert run.settings["entropy_coef"] == -1e-3
     assert "output_dir" not in run.settings
 
 
@@ -72,15 +62,15 @@ def test_names_are_folders_and_unique(tmp_path: Path) -> None:
     assert len({run.name for run in runs}) == 2
     assert not any(set(run.name) & set("/ {}\"'") for run in runs)
     (tmp_path / "grpo.yaml").write_text("extends: quickstart\nbeta: 0.1\n")
-    names = [str(tmp_path / "grpo.yaml"), "grpo"]
-    assert len({run.name for run in expand(names, {})}) == 2
+    assert len({run.name for run in expand([str(tmp_path / "grpo.yaml"), "grpo"], {})}) == 2
+    (tmp_path / "mine.yaml").write_text("extends: quickstart\noutput_dir: elsewhere\n")
+    with pytest.raises(RecipeError, match="quickstart and mine are the same run"):
+        expand(["quickstart", str(tmp_path / "mine.yaml")], {})
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["quikstart"], "did you mean quickstart"),
-        (["quickstart", "--surrogate", "troll", "clipp"], "surrogate"),
         (["quickstart", "--kl_bound", "0.1", "-1"], "kl_bound must be above 0, got -1.0"),
         (["quickstart", "--learing_rate", "1", "2"], "did you mean --learning_rate"),
         (["quickstart", "--seeds", "0"], "--seeds takes one whole number above 0, got 0"),
@@ -100,23 +90,12 @@ def test_mistakes_are_one_line(command: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_two_recipes_that_are_the_same_run_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("extends: quickstart\noutput_dir: elsewhere\n")
-    with pytest.raises(RecipeError, match="quickstart and mine are the same run"):
-        expand(["quickstart", str(tmp_path / "mine.yaml")], {})
-
-
 def test_the_order_of_the_command_does_not_change_names() -> None:
     fields = [["--surrogate", "troll", "clip"], ["--seeds", "2"], ["--learning_rate", "1e-5", "1e-4"], ["--beta", "0"]]
     one = plan("quickstart", *(part for field in fields for part in field))
     other = plan("quickstart", *(part for field in reversed(fields) for part in field))
     assert [run.name for run in one] == [run.name for run in other]
     assert one[0].name == "quickstart-troll-learning_rate=1e-5-seed=0"
-
-
-def test_a_negative_value_reaches_its_field() -> None:
-    runs = plan("quickstart", "--entropy_coef", "-1e-3", "0")
-    assert [run.recipe.training.entropy_coef for run in runs] == [-1e-3, 0]
 
 
 def test_the_folder_is_named_after_the_recipes_unless_one_is_given() -> None:

@@ -34,7 +34,7 @@ def texts(ids: list[list[int]]) -> list[str]:
 TRAINER = SimpleNamespace(processing_class=character_tokenizer())
 
 
-def test_each_conversation_reads_a_term_and_the_last_one_only_the_memory(asked) -> None:
+def test_rollout_reads_a_term_at_a_time_and_last_the_memory(asked) -> None:
     found = memory_agent.rollout(SUMS, TRAINER)
     assert asked[:2] == [["9 =", "0 =", "5 ="], ["9 + 4 =", "0 - 7 =", "5 - 8 ="]]
     assert (asked[2][0], asked[2][2]) == ("13 - 2 =", "-3 + 0 =")
@@ -47,7 +47,7 @@ def test_each_conversation_reads_a_term_and_the_last_one_only_the_memory(asked) 
     assert earlier[1] == [("0 =", "0"), ("0 - 7 =", "-7")]  # a shorter sum has fewer
 
 
-def test_an_engines_log_probabilities_go_to_every_conversation(monkeypatch) -> None:
+def test_rollout_gives_log_probabilities_to_all_conversations(monkeypatch) -> None:
     monkeypatch.setattr(
         memory_agent, "complete", lambda trainer, prompts: ([[7]] * len(prompts), [[-0.5]] * len(prompts))
     )

@@ -47,7 +47,7 @@ def card(*overrides, task=None, variables=None, model="m", **changed):
     return model_card(recipe, task or task_of(["1 + 1 ="]), trained_on, SUMMARY | changed, model)
 
 
-def test_back_ends_are_there_or_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_back_ends_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "trackio", "tensorboard"):
         monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: False)
         with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed or not set up: pip install {name}"):
@@ -73,7 +73,7 @@ def pushing(tmp_path: Path, **changed: Any) -> TrollConfig:
     return TrollConfig(str(tmp_path), use_cpu=True, bf16=False, hub_token="secret", **changed)
 
 
-def test_a_hub_that_cannot_be_used_is_one_line(tmp_path: Path, hub: Mock) -> None:
+def test_check_hub_refuses_in_one_line(tmp_path: Path, hub: Mock) -> None:
     hub.return_value.whoami.side_effect = NO_TOKEN
     check_hub(pushing(tmp_path))
     with pytest.raises(ValueError, match=r"^push_to_hub: Token is required but no token was found; log in") as error:
@@ -81,7 +81,7 @@ def test_a_hub_that_cannot_be_used_is_one_line(tmp_path: Path, hub: Mock) -> Non
     assert "\n" not in str(error.value)
 
 
-def test_a_push_says_where_the_model_is_or_how_to_push_it(tmp_path: Path, hub: Mock) -> None:
+def test_push_says_where_the_model_is_or_how_to_push_it(tmp_path: Path, hub: Mock) -> None:
     training = pushing(tmp_path, push_to_hub=True, hub_revision="v2")
     check_hub(training)
     assert push(tmp_path, "you/model", training) == "pushed  https://huggingface.co/you/model"
@@ -124,7 +124,7 @@ HUB_MODEL = ("--model_name_or_path", "Qwen/Qwen3-0.6B")
     ],
     ids=["toy", "hub", "adapter", "local"],
 )
-def test_what_is_on_the_hub_is_linked_and_the_rest_named(tmp_path, overrides, hub_dataset, metadata, texts):
+def test_model_card_links_what_is_on_the_hub(tmp_path, overrides, hub_dataset, metadata, texts):
     (tmp_path / "my-model").mkdir()
     given = [part.replace("FOLDER", str(tmp_path)) for part in overrides]
     text = card(*given, task=task_of(["?"], hub_dataset=hub_dataset))
@@ -136,7 +136,7 @@ def test_what_is_on_the_hub_is_linked_and_the_rest_named(tmp_path, overrides, hu
     assert "None" not in text and str(tmp_path) not in text
 
 
-def test_success_has_its_intervals() -> None:
+def test_model_card_has_intervals_of_success() -> None:
     text = card().replace("\N{NO-BREAK SPACE}", " ")
     low, high = wilson_interval(0.5, 60)
     assert "Wilson's intervals over 60 different problems." in text
@@ -144,18 +144,16 @@ def test_success_has_its_intervals() -> None:
     assert "| before training | 25.0 % |" in text
     assert "64 held-out problems, one completion of each, at temperature 1." in text
     text = card("--eval_temperature", "0.5", "--num_generations_eval", "2", success_before=None)
-    assert "2 completions of each, at temperature 0.5" in text
-    assert "before training" not in text
+    assert "2 completions of each, at temperature 0.5" in text and "before training" not in text
 
 
-def test_a_task_without_success_has_its_rewards() -> None:
+def test_model_card_of_a_task_without_success_has_rewards() -> None:
     text = card(success_before=None, success_after=None)
     assert "| before training | 0.300 |\n| after step 16 | 0.600 |" in text
-    nothing: dict[str, Any] = dict.fromkeys(name for name in SUMMARY if name.endswith(("_before", "_after")))
-    assert "Not measured." in card(**nothing)
+    assert "Not measured." in card(success_before=None, success_after=None, reward_before=None, reward_after=None)
 
 
-def test_settings_and_citations_are_those_of_the_method() -> None:
+def test_model_card_has_settings_and_citations_of_the_method() -> None:
     text = card()
     assert "| `surrogate` | `troll` |\n| `kl_bound` | `0.05` |" in text
     assert "- trl 1.16.0" in text
@@ -187,5 +185,4 @@ def test_the_quick_start_runs(conversational, tiny_model, chat_model, capsys):
 def test_images_have_no_quick_start() -> None:
     rows = Dataset.from_dict({"prompt": ["?"], "images": [[]]})
     text = card(task=Task("geometry3k", rows, rows, []))
-    assert "Quick start" not in text
-    assert ModelCard(text).data.to_dict()["pipeline_tag"] == "image-text-to-text"
+    assert "Quick start" not in text and ModelCard(text).data.to_dict()["pipeline_tag"] == "image-text-to-text"

@@ -6,15 +6,11 @@ from scipy import stats
 from troll_lab.runs.statistics import paired_difference, seed_mean, t_interval
 
 
-@pytest.mark.parametrize("size", [2, 4, 20])
-def test_t_interval(size: int) -> None:
+def test_t_interval() -> None:
     rng = random.Random(0)
-    values = [rng.gauss(0.6, 0.1) for _ in range(size)]
-    expected = stats.t.interval(0.95, size - 1, loc=sum(values) / size, scale=stats.sem(values))
+    values = [rng.gauss(0.6, 0.1) for _ in range(4)]
+    expected = stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=stats.sem(values))
     assert t_interval(values) == pytest.approx(expected, rel=1e-12)
-
-
-def test_an_interval_takes_two_values() -> None:
     assert t_interval([0.5]) is None
     assert t_interval([0.5, 0.5]) == (0.5, 0.5)
 

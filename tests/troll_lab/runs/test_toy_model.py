@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def test_one_id_per_character_and_exact_round_trip(folder):
-    texts = [CHARACTERS, "4 + 3 =", "  two  spaces , 'quoted' n't .", "", "\n\n", "a"]
+    texts = [CHARACTERS, "  two  spaces , 'quoted' n't .", "", "\n\n"]
     for tokenizer in (character_tokenizer(), AutoTokenizer.from_pretrained(folder)):
         assert len(tokenizer) == 99
         for text in texts:
@@ -44,12 +44,11 @@ def test_the_folder_loads_and_generates(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
     assert 500_000 < model.num_parameters() < 1_500_000
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
-    assert (model.generation_config.do_sample, model.generation_config.top_k) == (True, 0)
+    generation = model.generation_config
+    assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert (generation.do_sample, generation.top_k) == (True, 0)
     batch = tokenizer(["4 + 3 =", "9 - 10 ="], return_tensors="pt", padding=True)
-    generated = model.generate(**batch, max_new_tokens=2)
-    assert generated.shape == (2, 10)
+    assert model.generate(**batch, max_new_tokens=2).shape == (2, 10)
 
 
 def test_the_mixture_of_experts_is_as_large_and_generates(folder, tmp_path):
@@ -63,7 +62,8 @@ def test_the_mixture_of_experts_is_as_large_and_generates(folder, tmp_path):
     assert mixture.generate(**prompts, min_new_tokens=2, max_new_tokens=2).shape == (1, 9)
 
 
-def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_state(folder, tmp_path):
+def test_the_same_arguments_give_the_same_model(folder, tmp_path, caplog, capsys):
+    """And leave the random state alone. It ends below its target, and says so."""
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -71,25 +71,22 @@ def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_stat
     assert torch.equal(torch.rand(3), expected)
     assert again.name == folder.name
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert "below its target of 30 %" in caplog.text
+    assert "ready" not in capsys.readouterr().out
 
 
-def test_seed_and_options_of_the_warm_up_matter_but_not_sizes_of_the_task(folder):
+def test_toy_model_depends_on_seed_and_warm_up_not_on_sizes(folder):
     cache = {"cache_dir": folder.parent}
+    before = os.stat(folder / "model.safetensors")
     assert toy_model(TaskConfig(task_options=OPTIONS, train_size=9, eval_size=9, warm_up=SHORT), **cache) == folder
+    assert os.stat(folder / "model.safetensors") == before
+    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
     longer = replace(TASK, task_options=OPTIONS | {"max_terms": 3})
     assert len({toy_model(TASK, seed=1, **cache), toy_model(longer, **cache), folder}) == 3
     assert toy_model(replace(longer, warm_up={**SHORT, "task_options": {"max_terms": 2}}), **cache) == folder
 
 
-def test_a_cached_model_is_reused(folder):
-    before = os.stat(folder / "model.safetensors")
-    assert toy_model(TASK, cache_dir=folder.parent) == folder
-    assert os.stat(folder / "model.safetensors") == before
-    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-@pytest.mark.parametrize("is_there", [True, False], ids=["truncated", "missing"])
+@pytest.mark.parametrize(("name", "is_there"), [("model.safetensors", True), ("manifest.json", False)])
 def test_a_damaged_cache_is_made_anew(folder, name, is_there):
     content, damaged = (folder / "model.safetensors").read_bytes(), folder / name
     os.truncate(damaged, damaged.stat().st_size // 2) if is_there else damaged.unlink()
@@ -98,12 +95,11 @@ def test_a_damaged_cache_is_made_anew(folder, name, is_there):
     assert json.loads((folder / "manifest.json").read_text())["steps"] == SHORT["max_steps"]
 
 
-def test_the_slower_of_two_processes_takes_the_model_of_the_faster(tmp_path):
+def test_the_slower_of_two_processes_takes_the_fasters_model(tmp_path):
     tokenizer, files = character_tokenizer(), []
 
     def make(warm_up):
-        arguments = {"determined_by": {}, "seed": 0, "cache_dir": tmp_path}
-        return cached_model(model_config(tokenizer), tokenizer, warm_up, **arguments)
+        return cached_model(model_config(tokenizer), tokenizer, warm_up, determined_by={}, seed=0, cache_dir=tmp_path)
 
     def slower(model):
         files.append(os.stat(make(lambda model: {}) / "model.safetensors"))
@@ -114,11 +110,11 @@ def test_the_slower_of_two_processes_takes_the_model_of_the_faster(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_cache_that_cannot_be_made_is_found_before_the_warm_up(tmp_path):
+def test_a_cache_that_cannot_be_made_is_found_before_the_warm_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("troll_lab.runs.toy_model._train", lambda *_: pytest.fail("it was warmed up"))
     (tmp_path / "file").touch()
-    tokenizer, arguments = character_tokenizer(), {"determined_by": {}, "seed": 0, "cache_dir": tmp_path / "file" / "x"}
     with pytest.raises(OSError, match="Not a directory"):
-        cached_model(model_config(tokenizer), tokenizer, lambda model: pytest.fail("it was warmed up"), **arguments)
+        toy_model(TASK, cache_dir=tmp_path / "file" / "x")
 
 
 def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
@@ -138,15 +134,15 @@ def test_default_cache_dir(monkeypatch, tmp_path):
 
 def test_a_share_of_the_answers_in_a_format_is_calibrated(tmp_path):
     options = {**OPTIONS, "answer_format": "<{answer}>"}
-    warm_up = {"target_success": None, "max_steps": 60, "batch_size": 32, "learning_rate": 3e-3, "format_share": 0.2}
-    config = TaskConfig(task_options=options, warm_up={**warm_up, "test_size": 64})
+    warm_up = {**SHORT, "target_success": None, "max_steps": 20, "batch_size": 16, "learning_rate": 3e-3}
+    config = TaskConfig(task_options=options, warm_up={**warm_up, "format_share": 0.2, "test_size": 32})
     folder = toy_model(config, cache_dir=tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["steps"] == 60
+    assert manifest["steps"] == 20
     # Measured again from what was saved, of the same questions.
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [question.prompt for question in questions("chain_sum", options, split="train", size=64)]
+    prompts = [question.prompt for question in questions("chain_sum", options, split="train", size=32)]
     batch = tokenizer(prompts, return_tensors="pt", padding=True)
     with torch.no_grad():
         last = model(**batch).logits[:, -1].double().softmax(-1)
@@ -176,13 +172,7 @@ def test_learning_rate_rises_and_falls(tmp_path, monkeypatch):
     assert rates == [0.5, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
-def test_a_warm_up_below_its_target_warns(tmp_path, caplog, capsys):
-    toy_model(TASK, cache_dir=tmp_path)
-    assert "below its target of 30 %" in caplog.text
-    assert "ready" not in capsys.readouterr().out
-
-
-def test_the_bar_of_a_warm_up_that_reaches_its_target_is_full_and_says_so(tmp_path, capsys):
+def test_the_bar_of_a_warm_up_that_reaches_its_target_is_full(tmp_path, capsys):
     at_once = {**SHORT, "max_steps": 50, "target_success": 0.0}
     toy_model(TaskConfig(task_options=OPTIONS, warm_up=at_once), cache_dir=tmp_path)
     assert re.search(r" 1/1 ready at \d+%", capsys.readouterr().out)
@@ -198,22 +188,19 @@ def sums(warm_up, **options):
         (sums({"steps": 3}), "warm_up: the toy model has no setting 'steps', did you mean max_steps"),
         (sums({"format_share": 0}), r"format_share of the toy model must be in \(0, 1\], got 0"),
         (sums({"max_steps": "many"}), "max_steps of the toy model must be an integer, at least 1, got 'many'"),
-        (sums({"fall_steps": 0}), "fall_steps of the toy model must be an integer, at least 1, got 0"),
         (sums({"task_options": 2}), "task_options must be a mapping, got 2"),
         (sums({"learning_rate": 0}), "learning_rate of the toy model must be finite and above 0, got 0"),
-        (sums({"learning_rate": "fast"}), "learning_rate of the toy model must be finite and above 0, got 'fast'"),
-        (sums({"format_share": 0.1}), "needs a task option answer_format that begins with text"),
-        (sums({"format_share": 0.1}, answer_format="{answer}!"), "needs a task option answer_format that begins with"),
+        (sums({**SHORT, "format_share": 0.1}), "needs a task option answer_format"),
+        (
+            sums({**SHORT, "format_share": 0.1}, answer_format="{answer}!"),
+            "needs a task option answer_format",
+        ),
         (TaskConfig("free_text", warm_up=SHORT), "'free_text' takes none"),
         (TaskConfig("gsm8k"), "learns 'free_text' and 'reasoning_gym:<data set>' tasks, not 'gsm8k'"),
-        (TaskConfig("own.yaml"), "learns 'free_text' and 'reasoning_gym:<data set>' tasks, not 'own.yaml'"),
-        (TaskConfig("gsm8"), "unknown task 'gsm8', did you mean gsm8k"),
-        (TaskConfig("reasoning_gym"), "not of the form 'reasoning_gym:<data set>'"),
         (TaskConfig("reasoning_gym:nothing"), "unknown reasoning-gym data set 'nothing'"),
-        (TaskConfig("reasoning_gym:rush_hour"), "'rush_hour' is refused"),
     ],
 )
-def test_a_task_or_a_warm_up_that_it_cannot_learn_from(config, message, tmp_path):
+def test_toy_model_refuses_what_it_cannot_learn_from(config, message, tmp_path):
     with pytest.raises(TaskError, match=message) as error:
         toy_model(config, cache_dir=tmp_path)
     assert "\n" not in str(error.value)

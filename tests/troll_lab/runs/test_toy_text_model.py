@@ -60,7 +60,7 @@ def test_the_best_weights_are_kept_where_the_loss_rises(tmp_path):
     assert manifest["loss"] < 6
 
 
-def test_the_same_arguments_give_the_same_model_and_others_another(folder, tmp_path, monkeypatch):
+def test_toy_text_model_depends_on_all_its_arguments(folder, tmp_path, monkeypatch):
     again = toy_text_model(cache_dir=tmp_path, warm_up=SHORT)
     assert again.name == folder.name
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()

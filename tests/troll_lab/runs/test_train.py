@@ -1,9 +1,11 @@
+import contextlib
 import io
 import json
 import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,51 +35,44 @@ from troll_lab.runs import build
 from troll_lab.runs.build import LOCK, checkpoint_of
 from troll_lab.runs.comparison_files import write_comparison
 from troll_lab.runs.text import percent
-from troll_lab.runs.train import ProgressLine, RunFiles, train
+from troll_lab.runs.train import ProgressLine, train
 from troll_lab.tasks import TaskError, load_task
 from troll_lab.terminal import UsageError
+from troll_lab.trl import checkpoints
 from troll_lab.trl.checkpoints import check_complete
-from troll_lab.trl.eval_metrics import EvalMetrics
 
 
 @pytest.fixture
 def console() -> Console:
-    return Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
+    return Console(record=True, width=200, file=io.StringIO())
 
 
 def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, str]:
-    """A run that was never interrupted: its overrides, its folder and what it printed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    overrides, output = short(tiny_model, folder), io.StringIO()
-    assert train(recipes.load("quickstart", overrides), Console(file=output, width=200))
-    return overrides, folder, output.getvalue()
-
-
-def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> None:
+def test_train_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> None:
     overrides, folder, printed = whole
-    summary = json.loads((folder / "summary.json").read_text())
+    recipe, summary, lines = recipes.load("quickstart", overrides), summary_of(folder), lines_of(folder)
     assert (summary["status"], summary["steps"], summary["rollouts"]) == ("finished", 4, 2)
     assert 0 <= summary["success_before"] <= 1
     assert 0 <= summary["success_after"] <= 1
-
-    lines = lines_of(folder)
     assert (summary["surrogate"], summary["advantage_estimator"]) == ("troll", "group")
     assert summary["surrogate_settings"]["kl_bound"] == 0.05
     assert summary["entropy_after"] == [line["entropy"] for line in lines if "loss" in line][-1]
     assert summary["training_seconds"] == pytest.approx(sum(line.get("step_time", 0) for line in lines), abs=0.06)
     assert summary["training_seconds"] < summary["seconds"]
-    assert "with TROLL, KL bound 0.05" in printed
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
+    assert not any("train_runtime" in line for line in lines)
     trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]
     assert trust_region[0] == pytest.approx(0, abs=1e-9), "the first update of a rollout is on-policy"
     assert trust_region[1] > 0
@@ -87,7 +82,7 @@ def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> N
     assert len(verdicts["question"]) == len(verdicts["success"]) == summary["eval_size"]
     assert sorted(verdicts["row"]) == list(range(summary["eval_size"]))
     assert sum(verdicts["success"]) / summary["eval_size"] == pytest.approx(summary["success_after"])
-    prompts = load_task(recipes.load("quickstart", overrides).task).eval_dataset["prompt"]
+    prompts = load_task(recipe.task).eval_dataset["prompt"]
     assert [prompts[number] for number in verdicts["question"]] == prompts
     assert len(set(verdicts["question"])) == len(set(prompts))
 
@@ -96,20 +91,17 @@ def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> N
     first, *_, last = ([answer["question"] for answer in each["answers"]] for each in evaluations)
     assert first == last and len(set(first)) == len(first) == min(5, len(set(prompts))) and set(first) <= set(prompts)
     assert {answer["success"] for each in evaluations for answer in each["answers"]} <= {0.0, 1.0}
-    assert f"time    {summary['training_seconds']:.0f} s in training, 4 steps" in printed
-    assert f" {summary['eval_size']} problems" in printed
+    told = ("with TROLL, KL bound 0.05", f" {summary['eval_size']} problems", "report")
+    for text in (*told, f"time    {summary['training_seconds']:.0f} s in training, 4 steps"):
+        assert text in printed
 
     AutoTokenizer.from_pretrained(folder / "model")
     assert weights(folder)
     assert "<html" in (folder / "report.html").read_text()
     assert recipes.load(str(folder / "config.yaml")).settings["max_steps"] == 4
-    assert "report" in printed
-
-    trained = TrainingTask.of(recipes.load("quickstart", overrides).task, None)
-    assert trained.task_options["prompt"] == "{expression} ="
     for place in (folder, folder / "model", folder / "checkpoint-2", folder / "checkpoint-4"):
-        assert find_training_task(str(place)) == trained
         assert (place / "task.json").is_file()
+        assert find_training_task(str(place)) == TrainingTask.of(recipe.task, None)
     check_complete(folder / "checkpoint-4")  # what was added later does not count
     card = (folder / "model" / "README.md").read_text()
     assert f"| after step 4 | {percent(summary['success_after'])} |" in card
@@ -117,35 +109,131 @@ def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> N
     assert (folder / "README.md").read_text() == card
 
 
-def test_a_run_ends_with_its_process_group(short_run: list[str], console: Console) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    one_rollout = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_strategy", "no"]
-    assert train(recipes.load("quickstart", [*short_run, *one_rollout]), console)
-    assert not torch.distributed.is_initialized()
+AGENT = """
+from troll.trl import complete
 
 
-def test_the_hub_shows_the_card_of_the_run(short_run, tmp_path, console, monkeypatch):
+def rollout(prompts, trainer):
+    prompt_ids = trainer.processing_class(list(prompts))["input_ids"]
+    (first, _), (last, logprobs) = (complete(trainer, prompt_ids) for _ in range(2))
+    earlier = [[{"prompt_ids": p, "completion_ids": c}] for p, c in zip(prompt_ids, first)]
+    return {"prompt_ids": prompt_ids, "completion_ids": last, "logprobs": logprobs, "earlier": earlier}
+
+
+def success(prompts, completions, a, **columns):
+    assert all(prompt in ('Q: a?', 'Q: b?') for prompt in prompts)
+    return [float(each == '2') for each in a]
+"""
+OWN_TASK = "{dataset: rows.jsonl, eval_dataset: rows.jsonl, columns: {prompt: q, a: a}, reward: 'agent.py:success'}"
+
+
+@dataclass
+class Featured:
+    """A run with most of what a recipe can have, what it uploaded, folders and their cards, and what it printed."""
+
+    recipe: Path
+    overrides: list[str]
+    folder: Path
+    uploads: list[tuple[str, str]]
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def featured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Featured:
+    home = tmp_path_factory.mktemp("featured")
+    (home / "rows.jsonl").write_text('{"q": "a?", "a": "1"}\n{"q": "b?", "a": "2"}\n')
+    (home / "agent.py").write_text(AGENT)
+    (home / "own.yaml").write_text(OWN_TASK)
+    own = {"task": str(home / "own.yaml"), "task_options": {"prompt": "Q: {question}"}}
+    own_parts = {"rollout_func": f"{home / 'agent.py'}:rollout", "eval_tasks": [own]}
+    (home / "recipe.yaml").write_text(json.dumps({"extends": "quickstart", **own_parts}))
+    overrides = short(
+        tiny_model,
+        home / "run",
+        kl_bound=".inf",
+        pull="proximal",
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        logging_steps=3,
+        push_to_hub="true",
+        hub_model_id="you/sums",
+    )
     uploads: list[tuple[str, str]] = []
 
-    def upload_folder(api, *, repo_id, folder_path, **options) -> Future:
-        assert repo_id == "you/sums"
-        assert (Path(folder_path) / "task.json").is_file()
+    def upload_folder(api: Any, *, repo_id: str, folder_path: str, **options: Any) -> Future:
+        assert repo_id == "you/sums" and (Path(folder_path) / "task.json").is_file()
         uploads.append((Path(folder_path).name, (Path(folder_path) / "README.md").read_text()))
         done: Future = Future()
         done.set_result(None)
         return done
 
-    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "you"})
-    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **options: SimpleNamespace(repo_id="you/sums"))
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    pushed = ["--push_to_hub", "true", "--hub_model_id", "you/sums"]
-    assert train(recipes.load("quickstart", [*short_run, *pushed]), console)
-    assert [folder for folder, _ in uploads] == ["run", "run", "model"]
-    assert all("from_pretrained('you/sums')" in card for _, card in uploads)
-    (_, first), _, (_, last) = uploads
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HfApi, "whoami", lambda api: {"name": "you"})
+        patched.setattr(HfApi, "create_repo", lambda api, name, **options: SimpleNamespace(repo_id="you/sums"))
+        patched.setattr(HfApi, "upload_folder", upload_folder)
+        assert train(recipes.load(str(home / "recipe.yaml"), overrides), Console(file=output, width=200))
+    return Featured(home / "recipe.yaml", overrides, home / "run", uploads, output.getvalue())
+
+
+def test_the_hub_shows_the_card_of_the_run(featured: Featured) -> None:
+    assert [folder for folder, _ in featured.uploads] == ["run", "run", "model"]
+    assert all("from_pretrained('you/sums')" in card for _, card in featured.uploads)
+    (_, first), _, (_, last) = featured.uploads
     assert "(unfinished)" in first and "| after step 4 |" not in first
     assert "(unfinished)" not in last and "| after step 4 |" in last
-    assert "pushed  https://huggingface.co/you/sums" in console.export_text()
+    assert "pushed  https://huggingface.co/you/sums" in featured.printed
+
+
+def test_tasks_of_ones_own_are_judged_by_their_own_rewards(featured: Featured) -> None:
+    lines = [line for line in lines_of(featured.folder) if "eval_own_pass@1" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert {(line["eval_own_pass@1"], line["eval_own_reward"]) for line in lines} == {(0.5, 0.5)}
+    assert all("eval_own_maj@2" not in line for line in lines)
+    again = recipes.load(str(featured.folder / "config.yaml"), ["--output_dir", "again"])
+    assert again.task.other_tasks()[0].options == {"prompt": "Q: {question}"}
+
+
+def test_a_recipe_names_its_rollout_function(featured: Featured) -> None:
+    lines = lines_of(featured.folder)
+    assert [line["conversations/per_sample"] for line in lines if "conversations/per_sample" in line] == [2]
+    again = recipes.load(str(featured.folder / "config.yaml"))
+    assert again.task.rollout_func == f"{featured.recipe.with_name('agent.py')}:rollout"
+
+
+def test_the_last_step_is_logged_for_any_logging_steps(featured: Featured) -> None:
+    assert summary_of(featured.folder)["rollouts"] == 2
+    assert [line["step"] for line in lines_of(featured.folder) if "trust_region/kl_before_mean" in line] == [3, 4]
+
+
+def test_an_infinite_bound_is_strict_json_and_resumes(featured: Featured, tmp_path: Path, console: Console) -> None:
+    """Also what transformers writes, the state of its trainer."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    folder = tmp_path / "run"
+    shutil.copytree(featured.folder, folder)
+    shutil.rmtree(folder / "checkpoint-4")
+    again = ["--output_dir", str(folder), "--resume_from_checkpoint", "--push_to_hub", "false"]
+    assert train(recipes.load(str(featured.recipe), [*featured.overrides, *again]), console)
+    texts = [path.read_text() for path in folder.rglob("*.json")]
+    lines = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(texts) > 5 and len(lines) > 5
+    for text in (*texts, *lines):
+        json.loads(text, parse_constant=refuse)
+    assert json.loads((folder / "summary.json").read_text())["kl_bound"] == "Infinity"
+    write_comparison([folder], tmp_path / "page")
+    json.loads((tmp_path / "page" / "comparison.json").read_text(), parse_constant=refuse)
+
+
+ONE_ROLLOUT = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_strategy", "no"]
+
+
+def test_a_run_ends_with_its_process_group(short_run: list[str], console: Console) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert train(recipes.load("quickstart", [*short_run, *ONE_ROLLOUT]), console)
+    assert not torch.distributed.is_initialized()
 
 
 class InterruptAtStep3(TrainerCallback):
@@ -160,7 +248,7 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(short_run, tmp_path, c
         patched.setattr(build, "_trainer", trainer_with(InterruptAtStep3()))
         assert not train(recipes.load("quickstart", short_run), console)
     folder = tmp_path / "run"
-    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert summary_of(folder)["status"] == "interrupted"
     assert "interrupted" in (folder / "report.html").read_text()
     assert weights(folder)
     assert "resume with the same command and --resume_from_checkpoint" in console.export_text()
@@ -215,21 +303,20 @@ def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("listens")
-@pytest.mark.parametrize(
-    ("event", "step"),
-    [("on_evaluate", 0), ("on_step_begin", 0), ("on_pre_optimizer_step", 1), ("on_step_end", 2), ("on_log", 2)],
-)
-def test_ctrl_c_saves_at_the_end_of_the_rollout(short_run, tmp_path, console, monkeypatch, moved, capfd, event, step):
+@pytest.mark.parametrize(("event", "step", "last"), [("on_pre_optimizer_step", 1, 2), ("on_log", 2, 4)])
+def test_ctrl_c_saves_at_the_end_of_the_rollout(
+    short_run, tmp_path, console, monkeypatch, moved, capfd, event, step, last
+):
+    """A log comes after the end of its step."""
     folder, longer = tmp_path / "run", [*short_run, *REWARDED, "--max_steps", "8"]
     with monkeypatch.context() as patched:
         patched.setattr(build, "_trainer", trainer_with(CtrlC(event, step)))
         assert not train(recipes.load("quickstart", longer), console)
     assert "stopping at the end of the rollout, with a checkpoint; Ctrl-C again" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    last = 4 if (event, step) == ("on_log", 2) else 2  # a log comes after the end of its step
     assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{last}"]
     check_complete(folder / f"checkpoint-{last}")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert (summary["status"], summary["steps"]) == ("interrupted", last)
     assert f"interrupted at step {last}; resume with the same command and --resume" in console.export_text()
     with pytest.raises(RecipeError, match=r"is not empty: .* resume from its last checkpoint with --resume_from"):
@@ -245,15 +332,15 @@ def test_ctrl_c_saves_at_the_end_of_the_rollout(short_run, tmp_path, console, mo
 def test_a_second_ctrl_c_stops_at_once(short_run, tmp_path, console, monkeypatch):
     monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_pre_optimizer_step", 0, times=2)))
     assert not train(recipes.load("quickstart", short_run), console)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 0
+    assert summary_of(tmp_path / "run")["steps"] == 0
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("listens")
 def test_ctrl_c_in_the_last_rollout_lets_the_run_finish(short_run, console, monkeypatch):
-    monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_step_begin", 2)))
-    assert train(recipes.load("quickstart", short_run), console)
+    monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_step_begin", 0)))
+    assert train(recipes.load("quickstart", [*short_run, *ONE_ROLLOUT]), console)
 
 
 def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, console, monkeypatch):
@@ -265,22 +352,24 @@ def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, consol
     monkeypatch.setattr(build, "_trainer", trainer_with(Poison()))
     with pytest.raises(FloatingPointError, match="step 2"):
         train(recipes.load("quickstart", short_run), console)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert summary_of(tmp_path / "run")["status"] == "failed"
     assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_the_last_step_is_logged_for_any_logging_steps(short_run, tmp_path, console):
-    accumulates = ["--gradient_accumulation_steps", "2", "--steps_per_generation", "4"]
-    train(recipes.load("quickstart", [*short_run, *accumulates, "--logging_steps", "3"]), console)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rollouts"] == 2
-    assert [line["step"] for line in lines_of(tmp_path / "run") if "trust_region/kl_before_mean" in line] == [3, 4]
-
-
-def test_true_in_yaml_resumes_from_the_last_checkpoint(short_run, tmp_path):
-    recipe = recipes.load("quickstart", short_run)
+def test_checkpoint_of_names_what_is_incomplete(short_run, tmp_path):
+    recipe, folder = recipes.load("quickstart", short_run), tmp_path / "run"
     recipe.training.resume_from_checkpoint = True  # type: ignore[assignment]  # what YAML makes of true
     with pytest.raises(RecipeError, match="no complete checkpoint in output_dir"):
-        checkpoint_of(recipe, tmp_path / "run")
+        checkpoint_of(recipe, folder)
+    checkpoints._begin(folder / "checkpoint-2")  # in which it died
+    with pytest.raises(RecipeError, match="checkpoint-2 is incomplete and is ignored: the run ended while it was"):
+        checkpoint_of(recipe, folder)
+    recipe.training.resume_from_checkpoint = str(folder / "checkpoint-2")
+    with pytest.raises(RecipeError, match=r"checkpoint-2 is an incomplete checkpoint: .* there is no complete one"):
+        checkpoint_of(recipe, folder)
+
+
+WORKERS = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
 
 
 @pytest.mark.parametrize(
@@ -288,15 +377,11 @@ def test_true_in_yaml_resumes_from_the_last_checkpoint(short_run, tmp_path):
     [
         (["--output_dir", "OCCUPIED"], r"is not empty: choose another with --output_dir$"),
         (["--output_dir", "OCCUPIED/precious/below"], "cannot be used: Not a directory"),
-        (["--resume_from_checkpoint"], "no complete checkpoint in output_dir"),
         (["--resume_from_checkpoint", "OCCUPIED"], "not the folder of a checkpoint"),
         (["--model_name_or_path", "OCCUPIED"], "does not hold a model"),
         (["--model_name_or_path", "nobody/nothing"], "no such folder"),
         (["--model_name_or_path", "OCCUPIED", "--warm_up", '{"max_steps": 3}'], "warm_up is how the model 'toy'"),
-        (
-            ["--eval_tasks", "free_text", "--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"],
-            "eval_tasks and dataloader_persistent_workers exclude each other",
-        ),
+        (["--eval_tasks", "free_text", *WORKERS], "eval_tasks and dataloader_persistent_workers exclude each other"),
         (["--task", "math", "--dataset_path", "OCCUPIED/rows.jsonl", "--task_options", "{}"], "test row 12 "),
     ],
 )
@@ -310,6 +395,24 @@ def test_mistakes_are_found_before_training(short_run, tmp_path, console, monkey
     with pytest.raises((RecipeError, TaskError), match=message):
         train(recipes.load("quickstart", [*short_run, *given]), console)
     assert (occupied / "precious").exists()
+
+
+def test_mistakes_in_model_and_data_are_one_line(short_run, chat_model, tiny_model, tmp_path, console) -> None:
+    refuses = chat_model("{% if strict %}{{ raise_exception('System role not supported') }}{% endif %}")
+    short = shutil.copytree(tiny_model, tmp_path / "short")
+    with (short / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    for overrides, message in (
+        (["--train_size", "3"], r"a rollout takes 4 prompts .* has 3 to train on"),
+        (["--model_name_or_path", str(short)], r"the weights of .*short cannot be read"),
+        (
+            ["--model_name_or_path", str(refuses), "--chat_template_kwargs", '{"strict": true}'],
+            r"prompts of .*chain_sum: System role not supported; check",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message) as error:
+            train(recipes.load("quickstart", [*short_run, *overrides]), console)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -358,10 +461,8 @@ def test_what_a_resumed_run_may_change(short_run, tmp_path, field, value, refuse
     (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
     recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
     changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
-    if refused:
-        with pytest.raises(RecipeError, match=f"with other settings: {field} is .* there and .*{value}.* here"):
-            checkpoint_of(changed, folder)
-    else:
+    said = f"with other settings: {field} is .* there and .*{value}.* here"
+    with pytest.raises(RecipeError, match=said) if refused else contextlib.nullcontext():
         assert checkpoint_of(changed, folder) is True
 
 
@@ -381,22 +482,17 @@ def on_local_files(short_run: list[str], recipe: str, path: Path, *overrides: st
     return recipes.load(recipe, [*short_run, *short, "--gradient_accumulation_steps", "1", *overrides])
 
 
-def test_fewer_prompts_than_a_rollout_takes_are_refused(short_run: list[str], console: Console) -> None:
-    with pytest.raises(RecipeError, match=r"a rollout takes 4 prompts .* has 3 to train on"):
-        train(recipes.load("quickstart", [*short_run, "--train_size", "3"]), console)
-
-
 def test_gsm8k_recipe_trains_by_chat_and_evaluates_other_tasks(short_run, chat_model, tmp_path, console):
-    benchmarks = [f"{name}={DATA / 'math_eval' / name}.jsonl" for name in ("aime24", "amc23")]
-    several = ["--num_generations_eval", "2", "--eval_temperature", "1", "--eval_tasks", *benchmarks]
-    model = ["--model_name_or_path", str(chat_model(CHAT_TEMPLATE))]
+    benchmark = f"aime24={DATA / 'math_eval' / 'aime24'}.jsonl"
+    several = ["--num_generations_eval", "2", "--eval_temperature", "1", "--eval_tasks", benchmark]
+    model = ["--model_name_or_path", str(chat_model(CHAT_TEMPLATE)), "--eval_size", "4"]
     assert train(on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", *model, *several), console)
     lines = lines_of(tmp_path / "run")
     assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
     assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
     for step in (0, 2):
         found = [line for line in lines if line["step"] == step]
-        assert [sum(f"eval_{name}pass@1" in line for line in found) for name in ("", "aime24_", "amc23_")] == [1, 1, 1]
+        assert [sum(f"eval_{name}pass@1" in line for line in found) for name in ("", "aime24_")] == [1, 1]
     last = next(line for line in lines if "eval_aime24_pass@1" in line)
     assert {"eval_aime24_pass@2", "eval_aime24_maj@2", "eval_aime24_rewards/success/mean"} < last.keys()
     assert "eval_reward" not in last
@@ -404,69 +500,8 @@ def test_gsm8k_recipe_trains_by_chat_and_evaluates_other_tasks(short_run, chat_m
     assert "maj@2" in page and "aime24" in page
 
 
-def test_tasks_of_ones_own_are_judged_by_their_own_rewards(short_run, tmp_path, console, monkeypatch):
-    recipe = tmp_path / "recipe.yaml"
-    (tmp_path / "rows.jsonl").write_text('{"q": "a?", "a": "1"}\n{"q": "b?", "a": "2"}\n')
-    (tmp_path / "rewards.py").write_text(
-        "def success(prompts, completions, a, **columns):\n"
-        "    assert all(prompt in ('Q: a?', 'Q: b?') for prompt in prompts)\n"
-        "    return [float(each == '2') for each in a]\n"
-    )
-    (tmp_path / "own.yaml").write_text(
-        "{dataset: rows.jsonl, eval_dataset: rows.jsonl, columns: {prompt: q, a: a}, reward: 'rewards.py:success'}"
-    )
-    own = {"task": str(tmp_path / "own.yaml"), "task_options": {"prompt": "Q: {question}"}}
-    recipe.write_text(json.dumps({"extends": "quickstart", "eval_tasks": [own]}))
-    assert train(recipes.load(str(recipe), short_run), console)
-    lines = [line for line in lines_of(tmp_path / "run") if "eval_own_pass@1" in line]
-    assert [line["step"] for line in lines] == [0, 2, 4]
-    assert {(line["eval_own_pass@1"], line["eval_own_reward"]) for line in lines} == {(0.5, 0.5)}
-    assert all("eval_own_maj@2" not in line for line in lines)
-    again = recipes.load(str(tmp_path / "run" / "config.yaml"), ["--output_dir", str(tmp_path / "again")])
-    assert again.task.other_tasks()[0].options == own["task_options"]
-
-
-AGENT = """
-from troll.trl import complete
-
-
-def rollout(prompts, trainer):
-    prompt_ids = trainer.processing_class(list(prompts))["input_ids"]
-    (first, _), (last, logprobs) = (complete(trainer, prompt_ids) for _ in range(2))
-    earlier = [[{"prompt_ids": p, "completion_ids": c}] for p, c in zip(prompt_ids, first)]
-    return {"prompt_ids": prompt_ids, "completion_ids": last, "logprobs": logprobs, "earlier": earlier}
-"""
-
-
-def test_a_recipe_names_its_rollout_function(short_run: list[str], tmp_path: Path, console: Console) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({"extends": "quickstart", "rollout_func": f"{tmp_path / 'agent.py'}:rollout"}))
-    assert train(recipes.load(str(recipe), short_run), console)
-    found = [line.get("conversations/per_sample") for line in lines_of(tmp_path / "run")]
-    assert [each for each in found if each is not None] == [2, 2]
-    again = recipes.load(str(tmp_path / "run" / "config.yaml"))
-    assert again.task.rollout_func == f"{tmp_path / 'agent.py'}:rollout"
-
-
-def test_a_chat_template_that_refuses_is_one_line(short_run, chat_model, console):
-    model = chat_model("{% if strict %}{{ raise_exception('System role not supported') }}{% endif %}")
-    overrides = ["--model_name_or_path", str(model), "--chat_template_kwargs", '{"strict": true}']
-    with pytest.raises(TaskError, match=r"prompts of .*chain_sum: System role not supported; check") as error:
-        train(recipes.load("quickstart", [*short_run, *overrides]), console)
-    assert "\n" not in str(error.value)
-
-
-def test_weights_that_are_cut_short_are_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    with (model / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    with pytest.raises(RecipeError, match=r"the weights of .*model cannot be read"):
-        train(recipes.load("quickstart", [*short_run, "--model_name_or_path", str(model)]), Console(quiet=True))
-
-
 @pytest.mark.needs_bubblewrap
-def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(short_run, tmp_path, console):
+def test_mbpp_recipe_trains_on_passed_tests_and_logs_success(short_run, tmp_path, console):
     once = ["--eval_on_start", "false", "--eval_size", "4"]
     assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl", *once), console)
     lines = lines_of(tmp_path / "run")
@@ -478,36 +513,7 @@ def state_with(logs: list[Any], step: int) -> TrainerState:
     return TrainerState(global_step=step, max_steps=10, log_history=logs, is_world_process_zero=True)
 
 
-def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # an interrupted run went past its checkpoint
-    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}), EvalMetrics([], []))
-    arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
-    logs: list[Any] = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
-    callback.on_train_begin(arguments, state_with(logs, 2), control)
-    logs.append({"step": 3, "reward": 1.0})
-    callback.on_log(arguments, state_with(logs, 3), control)
-    callback.on_log(arguments, state_with([*logs, {"step": 3, "train_runtime": 1.0}], 3), control)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == logs
-
-
-def test_answers_file_keeps_the_evaluations_before_the_checkpoint(tmp_path: Path) -> None:
-    path, held_out = tmp_path / "answers.jsonl", EvalMetrics([], [])
-    path.write_text('{"step": 0, "answers": []}\n{"step": 2, "answers": []}\n{"step": 4, "answers": []}\n{"st')
-    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}), held_out)
-    arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
-    callback.on_train_begin(arguments, state_with([], 2), control)
-    held_out.keep_answers(["1 + 1 ="], ["2"], torch.ones(1, 0))
-    callback.on_evaluate(arguments, state_with([], 3), control, metrics={"eval_amc23_loss": 0.0})
-    callback.on_evaluate(arguments, state_with([], 3), control, metrics={"eval_loss": 0.0})
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 2, 3]
-    assert rows[-1]["answers"] == [{"question": "1 + 1 =", "text": "2", "success": None}]
-    callback.on_train_begin(arguments, state_with([], 0), control)
-    assert path.read_text() == "", "a new run starts without those of another"
-
-
-def test_progress_prints_what_is_new_in_a_log_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_progress_without_a_terminal_prints_what_is_new(tmp_path: Path) -> None:
     output = io.StringIO()
     callback = ProgressLine(Console(file=output, width=200))
     arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
@@ -520,24 +526,3 @@ def test_progress_prints_what_is_new_in_a_log_where_there_is_no_terminal(tmp_pat
     callback.stop()
     lines = ["step 1/10  reward 0.25", "step 2/10  reward 0.50", "step 2/10  held-out 50%"]
     assert output.getvalue().splitlines() == lines, "the evaluation of a step must not repeat its training"
-
-
-def test_a_run_with_an_infinite_bound_writes_strict_json_and_resumes(short_run, tmp_path, console):
-    """Also what transformers writes, the state of its trainer."""
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    folder = tmp_path / "run"
-    fields = [*short_run, "--kl_bound", ".inf", "--pull", "proximal"]
-    assert train(recipes.load("quickstart", fields), console)
-    shutil.rmtree(folder / "checkpoint-4")
-    assert train(recipes.load("quickstart", [*fields, "--resume_from_checkpoint"]), console)
-    texts = [path.read_text() for path in folder.rglob("*.json")]
-    lines = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
-    assert len(texts) > 5 and len(lines) > 5
-    for text in (*texts, *lines):
-        json.loads(text, parse_constant=refuse)
-    assert json.loads((folder / "summary.json").read_text())["kl_bound"] == "Infinity"
-    write_comparison([folder], tmp_path / "page")
-    json.loads((tmp_path / "page" / "comparison.json").read_text(), parse_constant=refuse)

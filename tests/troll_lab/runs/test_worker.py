@@ -10,7 +10,7 @@ from troll_lab.runs.slots import Slot
 
 
 @pytest.mark.slow
-def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: list[str], tmp_path: Path) -> None:
+def test_forked_runs_are_those_of_fresh_processes(short_run: list[str], tmp_path: Path) -> None:
     # Two threads: torch's pool would not survive a fork, so that nothing may start it before.
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     arguments = ["quickstart", *short_run]
@@ -36,6 +36,7 @@ def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: lis
     assert "held-out success" in (tmp_path / "second.log").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_that_a_fork_breaks_starts_with_the_imports() -> None:
     code = """
 import sys, threading, torch

@@ -42,8 +42,7 @@ def test_ppo_uses_the_critics_values(make):
     assert list(trainer._logs["advantages"]) == pytest.approx(means.tolist())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("surrogate", ["troll", "clip", "none"])
+@pytest.mark.parametrize(("surrogate", "accumulation"), [("troll", 2), ("clip", 1)])
 def test_ppos_policy_gradient_is_that_of_its_token_advantages(make, surrogate, accumulation):
     passes = {"gradient_accumulation_steps": accumulation, "steps_per_generation": 2 * accumulation}
     trainer = make(advantage_estimator="gae", surrogate=surrogate, loss_type="bnpo", **passes)
@@ -57,13 +56,12 @@ def test_ppos_policy_gradient_is_that_of_its_token_advantages(make, surrogate, a
 
 
 def test_a_critic_draws_no_random_numbers_of_the_rollouts(make):
-    ppo, grpo = (scored(make(advantage_estimator=name))[0] for name in ("gae", "group"))
-    assert ppo["completion_ids"].tolist() == grpo["completion_ids"].tolist()
-    states = []
+    found = []
     for name in ("gae", "group"):
-        make(advantage_estimator=name)
-        states.append(torch.rand(1))
-    assert states[0] == states[1]
+        trainer = make(advantage_estimator=name)
+        drawn = torch.rand(1)  # after the trainer was made
+        found.append((drawn.item(), scored(trainer)[0]["completion_ids"].tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("estimator", OURS)
@@ -77,7 +75,7 @@ def test_every_estimator_trains(make, estimator):
 
 
 def test_the_critic_learns_and_says_so(make):
-    trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-2}, max_steps=32, learning_rate=1e-5)
+    trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 3e-2}, max_steps=12, learning_rate=1e-5)
     trainer.train()
     losses = tiny.logged(trainer, "critic/value_loss")
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
@@ -94,15 +92,12 @@ def test_warming_up_trains_the_critic_alone(make):
         assert tiny.changed(critic, trainer.critic.model)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
+def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path):
     """The critic says so by its values, and `test_critic` by its weights."""
-    settings = {
-        "advantage_estimator": "gae",
-        "critic_kwargs": {"learning_rate": 1e-2},
-        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None,
-    }
-    log = resumed_exactly(interrupted(make, tmp_path, ddp_backend=None, **settings))
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = {"advantage_estimator": "gae", "critic_kwargs": {"learning_rate": 1e-2}, "peft_config": lora}
+    with tiny.no_warnings_about("with other settings"):
+        log = resumed_exactly(interrupted(make, tmp_path, ddp_backend=None, **settings))
     assert all("critic/value_loss" in entry for entry in log)
     assert (tmp_path / "checkpoint-2" / CRITIC_FILE).is_file()
 
@@ -128,7 +123,7 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
-def test_a_log_that_a_users_callback_asks_for_has_the_critics_metrics(make):
+def test_a_log_of_a_users_callback_has_the_critics_metrics(make):
     trainer = make(logging_steps=100, callbacks=[Stop()], advantage_estimator="gae")
     trainer.train()
     first, last, _ = trainer.state.log_history

@@ -28,12 +28,10 @@ def config(tmp_path: Path, **settings: object) -> LabConfig:
         ("resampling_right_share", "in [0, 1]", 1.5, {"resampling_rounds": 1}),
         ("rollout_delay", "an integer, at least 0", -1, {}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"resampling_rounds": 1}),
-        ("advantage_estimator", "one of group, reinforce_plus_plus, .*, rloo_tokens, group_tokens, gae", "best", {}),
     ],
 )
-def test_a_value_that_a_setting_does_not_take_is_refused(tmp_path, name, takes, value, settings):
-    takes = takes if ".*" in takes else re.escape(takes)
-    with pytest.raises(ValueError, match=f"{name} must be {takes}, got {re.escape(repr(value))}"):
+def test_config_refuses_a_value_that_a_setting_does_not_take(tmp_path, name, takes, value, settings):
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be {takes}, got {value!r}")):
         config(tmp_path, **{name: value}, **settings)
 
 
@@ -50,32 +48,31 @@ def test_a_value_that_a_setting_does_not_take_is_refused(tmp_path, name, takes, 
         ("whiten_advantages", "true or false", 1),
     ],
 )
-def test_a_value_that_the_critic_does_not_take_is_refused(tmp_path, name, takes, value):
+def test_config_refuses_a_value_that_the_critic_does_not_take(tmp_path, name, takes, value):
     with pytest.raises(ValueError, match=re.escape(f"{name} of the critic must be {takes}, got {value!r}")):
         config(tmp_path, critic_kwargs={name: value})
+
+
+VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwargs": {"temperature": 2.0}}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"advantage_estimator": "best"},
+            "advantage_estimator must be one of group, .*, group_tokens, gae",
+        ),
         ({"critic_kwargs": {"lr": 1e-4}}, "critic_kwargs: the critic has no setting 'lr'; it has gamma, gae_lambda, "),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
-        (
-            {
-                "eval_temperature": 0.5,
-                "use_vllm": True,
-                "generation_kwargs": {"temperature": 2.0},
-                "surrogate": "clip",
-            },
-            "the temperature of generation_kwargs would replace eval_temperature in vLLM",
-        ),
+        ({**VLLM_TEMPERATURE, "surrogate": "clip"}, "temperature of generation_kwargs would replace eval_temperature"),
         (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),
         # Groups with equal rewards.
         ({"resampling_right_share": 0.2}, "resampling_right_share=0.2 has no effect .* set resampling_rounds above 0"),
         (
             {"resampling_rounds": 1, "advantage_estimator": "gae"},
-            "'gae' learns: set it to 0, or use one of group, rein",
+            "'gae' learns: set it to 0, or use one of group",
         ),
         ({"resampling_rounds": 1, "anchor": "rollout", "use_vllm": True}, "resampling_rounds to 0, or anchor='old'"),
         # Rollouts of other weights.
@@ -83,7 +80,7 @@ def test_a_value_that_the_critic_does_not_take_is_refused(tmp_path, name, takes,
         ({"rollout_delay": 1, "anchor": "rollout", "updates_per_rollout": 1}, f"has several updates: {SECOND_UPDATE}"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused_with_what_can(tmp_path, settings, message):
+def test_config_refuses_settings_that_do_not_go_together(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **{"per_device_train_batch_size": 8, **settings})
 

@@ -140,7 +140,7 @@ def with_opinions(critic: Critic) -> Critic:
     return critic
 
 
-@pytest.mark.parametrize("position", range(-1, COMPLETION))
+@pytest.mark.parametrize("position", [-1, 0, COMPLETION - 1])
 def test_a_value_is_of_the_state_before_its_token(accelerator, model_path, position):
     """The first one reads the prompt's last token, at position −1."""
     critic = with_opinions(make_critic(accelerator, model_path("qwen3")))
@@ -153,7 +153,7 @@ def test_a_value_is_of_the_state_before_its_token(accelerator, model_path, posit
     assert differs.tolist() == [t > position for t in range(COMPLETION)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_padding_of_the_prompt_changes_nothing(accelerator, model_path, architecture):
     """Nor does it change anything to score a few rows at a time."""
     critic = with_opinions(make_critic(accelerator, model_path(architecture)))
@@ -186,11 +186,10 @@ def test_critic_ignores_tokens_outside_the_mask(accelerator, model_path):
     assert_same_weights(poisoned, expected)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_micro_batches_make_the_update_of_the_whole_batch(accelerator, model_path, micro_batches):
+def test_micro_batches_make_the_update_of_the_whole_batch(accelerator, model_path):
     whole, parts = (with_opinions(make_critic(accelerator, model_path("qwen3"))) for _ in range(2))
     update(whole, batch(), micro_batches=1)
-    update(parts, batch(), micro_batches=micro_batches)
+    update(parts, batch(), micro_batches=4)
     assert whole.steps == parts.steps == 1
     expected = whole.metrics()
     assert expected["grad_norm"] > 0.1
@@ -211,8 +210,9 @@ def test_the_gradient_is_of_the_mean_over_tokens(accelerator, model_path):
 
 
 def test_lora_trains_only_the_adapter_and_the_head(accelerator, model_path, tmp_path):
-    critic = make_critic(accelerator, model_path("llama"), "lora")
+    critic = make_critic(accelerator, model_path("llama"), "lora", gradient_checkpointing=True)
     model = accelerator.unwrap_model(critic.model)
+    assert model.get_base_model().is_gradient_checkpointing
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     for seed in range(3):
         update(critic, batch(seed), micro_batches=1)
@@ -222,16 +222,6 @@ def test_lora_trains_only_the_adapter_and_the_head(accelerator, model_path, tmp_
     assert {name.split(".")[-4] for name in moved if ".lora_" in name} == {"q_proj", "down_proj"}
     critic.save(tmp_path)
     assert set(torch.load(tmp_path / CRITIC_FILE)["weights"]) == moved
-
-
-def test_gradient_checkpointing_changes_no_gradient(accelerator, model_path):
-    metrics = []
-    for flag in (False, True):
-        critic = with_opinions(make_critic(accelerator, model_path("llama"), gradient_checkpointing=flag))
-        assert accelerator.unwrap_model(critic.model).is_gradient_checkpointing == flag
-        update(critic, batch(), micro_batches=1)
-        metrics.append(critic.metrics())
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
 
 
 def test_infinite_gradients_stop_before_the_optimiser(accelerator, model_path):
@@ -277,23 +267,8 @@ def test_metrics_without_anything_to_measure_are_left_out(accelerator, model_pat
     assert critic.metrics() == {"grad_norm": 0.0}
 
 
-@pytest.mark.parametrize("adapter", ["whole", "lora"])
-def test_a_resumed_critic_repeats_every_bit(accelerator, model_path, tmp_path, adapter):
-    through, resumed = (make_critic(accelerator, model_path("llama"), adapter, warmup_steps=3) for _ in range(2))
-    for seed in range(2):
-        update(through, batch(seed), micro_batches=2)
-    through.save(tmp_path)
-    resumed.load(tmp_path)
-    assert resumed.steps == 2
-    assert resumed.warming_up
-    for seed in range(2, 4):
-        update(through, batch(seed), micro_batches=2)
-        update(resumed, batch(seed), micro_batches=2)
-    assert_same_weights(resumed, through)
-
-
 def test_saving_before_the_first_step_changes_nothing(accelerator, model_path, tmp_path):
-    saved, resumed, other = (make_critic(accelerator, model_path("llama")) for _ in range(3))
+    saved, resumed, other = (make_critic(accelerator, model_path("llama"), warmup_steps=2) for _ in range(3))
     saved.save(tmp_path)
     resumed.load(tmp_path)
     for critic in (saved, resumed, other):
@@ -302,7 +277,10 @@ def test_saving_before_the_first_step_changes_nothing(accelerator, model_path, t
     assert_same_weights(resumed, other)
     saved.save(tmp_path)  # in place of the file as a whole
     assert [path.name for path in tmp_path.iterdir()] == [CRITIC_FILE]
-    assert torch.load(tmp_path / CRITIC_FILE)["steps"] == 1
+    other.load(tmp_path)
+    assert other.steps == 1 and other.warming_up
+    update(other, batch(), micro_batches=1)
+    assert other.steps == 2 and not other.warming_up
 
 
 def test_checkpoints_of_another_critic_are_refused(accelerator, model_path, tmp_path):
@@ -316,7 +294,6 @@ def test_checkpoints_of_another_critic_are_refused(accelerator, model_path, tmp_
     ("kind", "precision", "message"),
     [
         (DistributedType.DEEPSPEED, "no", "cannot be trained with DEEPSPEED"),
-        (DistributedType.MEGATRON_LM, "no", "cannot be trained with MEGATRON_LM"),
         (DistributedType.FSDP, "no", "needs fsdp_version=2, got 1"),
         (DistributedType.NO, "fp16", "needs bf16 or float32, got fp16"),
     ],
@@ -344,5 +321,5 @@ def test_two_processes_train_and_resume_the_critic_of_one(accelerator, model_pat
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
     torch.testing.assert_close(first["weights"], one["weights"], rtol=0, atol=1e-4)
     torch.testing.assert_close(first["values"], one["values"], rtol=1e-3, atol=1e-3)
-    for result in (first, second):
+    for result in (first, second, one):
         torch.testing.assert_close(result["resumed"], result["weights"], rtol=0, atol=0)

@@ -19,7 +19,7 @@ OF_TOKENS = {name: of_tokens for name, each in ESTIMATORS.items() if (of_tokens 
 WORTHS = [[1.0, 1], [1, 0], [0, 0.5], [2, 2], [NAN, NAN], [5, 2]]
 
 
-def test_rloo_of_tokens_is_the_distance_from_the_others_at_each_position():
+def test_rloo_tokens_is_the_distance_from_the_others():
     close(estimators.rloo_tokens(float64(WORTHS), 3), [[0.5, 0.75], [0.5, -0.75], [-1, 0], [-3, 0], [0, 0], [3, 0]])
 
 
@@ -32,7 +32,7 @@ def test_groups_of_tokens_are_normalised_at_each_position():
 
 
 @pytest.mark.parametrize("estimator", OF_TOKENS)
-def test_tokens_that_nobody_scored_or_that_are_equal_have_no_advantage(estimator):
+def test_unscored_and_equal_tokens_have_no_advantage(estimator):
     of_tokens = OF_TOKENS[estimator]
     assert of_tokens(torch.full((6, 2), NAN), 3).tolist() == [[0.0, 0.0]] * 6
     assert of_tokens(torch.full((6, 2), 0.1), 3).abs().max() < within(1e-6)

@@ -35,7 +35,7 @@ def observed(grader: Any, batches: list[list[str]]) -> EvalMetrics:
     return held_out
 
 
-def test_evaluation_order_names_the_rows_of_completions_as_they_are_evaluated(make):
+def test_evaluation_order_names_the_rows_as_evaluated(make):
     asked: list[str] = []
 
     def success(prompts, **columns):
@@ -75,12 +75,12 @@ def test_problems_are_the_groups_of_completions():
     assert held_out.metrics(4, 2) == {}
 
 
-def test_eval_metrics_ignore_completions_that_fill_up_the_last_batch():
+def test_eval_metrics_ignore_what_fills_up_the_last_batch():
     metrics = observed(LastLetter(), [["a", "z"], ["a", "a"]]).metrics(1, 3)
     assert metrics["pass@1"] == metrics[REWARD_MEAN] == pytest.approx(2 / 3)
 
 
-def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
+def test_a_function_named_success_has_no_votes():
     def success(prompts, completions, **columns):
         return [1.0, float("nan")]
 
@@ -89,7 +89,7 @@ def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
     assert held_out.metrics(2, 1) == {"pass@1": 1.0, "mean@2": 1.0, REWARD_MEAN: 1.0}  # None is no failure
     without = EvalMetrics([tiny.reward], ["reward"])
     without.observe(torch.ones(2, 1))
-    assert without.metrics(2, 1) == {}
+    assert without.metrics(2, 1) == {}, "other rewards have nothing"
 
 
 class HalfRight(Grader):
@@ -126,7 +126,7 @@ def test_eval_metrics_leave_out_and_count_unscored_completions():
     assert held_out.metrics(2, 1) == {UNSCORED: 1.0}
 
 
-def test_eval_metrics_leave_out_completions_that_another_grader_left_unscored():
+def test_eval_metrics_leave_out_what_another_grader_left():
     grader = LastLetter()
     held_out = EvalMetrics([Stuck(), grader], ["stuck", "success"])
     grader.latest = grader.grade(["a", "z"])
@@ -142,18 +142,18 @@ def evaluate(make, samples: int = 4, **settings: Any):
 def test_several_data_sets_have_metrics_of_their_own(make):
     trainer = evaluate(make)
     trainer.eval_dataset = {"first": tiny.make_dataset(4), "second": tiny.make_dataset(8)}
+    trainer.eval_metrics._verdicts = [Verdict(1.0, "a", "")] * 400  # of an interrupted evaluation
     metrics = trainer.evaluate()
     for name in ("first", "second"):
         assert metrics[f"eval_{name}_pass@1"] == pytest.approx(metrics[f"eval_{name}_rewards/success/mean"])
     assert "eval_reward" not in metrics
+    assert len(trainer.eval_metrics._verdicts) == 32
 
 
-def test_evaluation_ignores_the_verdicts_of_an_interrupted_one(make):
+def test_evaluation_ignores_the_metrics_of_an_interrupted_one(make):
     trainer = evaluate(make)
-    trainer.eval_metrics._verdicts = [Verdict(1.0, "a", "")] * 400
     trainer._metrics["eval"]["reward"].append(1000.0)
     trainer.evaluate()
-    assert len(trainer.eval_metrics._verdicts) == 16
     assert trainer.state.log_history[0]["eval_reward"] <= 1
 
 
@@ -185,7 +185,7 @@ def test_another_task_is_judged_by_its_own_rewards(make):
     assert sorted(seen) == sorted([*zip(rows["prompt"], rows["color"], strict=True)] * 4)
 
 
-def test_a_greedy_evaluation_repeats_itself_and_training_goes_on_sampling(make):
+def test_greedy_evaluation_repeats_itself(make):
     trainer = evaluate(make, samples=1, eval_temperature=0.0)
     texts = []
     for _ in range(2):

@@ -126,10 +126,10 @@ def test_whole_run_moves_policy_and_critic(whole):
 
 @pytest.mark.parametrize(
     "place",
-    ["update 4", "checkpoint-4/optimizer.pt", "checkpoint-4/trainer_state.json", f"checkpoint-4/{MARKER}"]
+    ["update 4", f"checkpoint-4/{MARKER}"]
     + [
         pytest.param(f"checkpoint-4/{file}", marks=pytest.mark.slow)
-        for file in ("model.safetensors", "critic.part", "rng_state.pth")
+        for file in ("optimizer.pt", "trainer_state.json", "model.safetensors", "critic.part", "rng_state.pth")
     ],
 )
 def test_killed_in_an_update_or_a_checkpoint(model_path, whole, tmp_path, place):
@@ -144,19 +144,6 @@ def test_killed_in_an_update_or_a_checkpoint(model_path, whole, tmp_path, place)
     assert line == "resuming from checkpoint-2 (step 2 of 6)" + ignored * in_checkpoint
     assert_went_on(resumed, whole[1], 2)
     assert not in_checkpoint or judge(folder / "checkpoint-4").defect is None, "it was written anew"
-
-
-def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
-    """What it said about the files before must not count for those of now."""
-    folder = tmp_path / "out"
-    shutil.copytree(whole[0], folder)
-    place, first = "checkpoint-4/optimizer.pt", str(folder / "checkpoint-2")
-    assert run(model_path("llama"), folder, place, resume=first) == KILLED
-    shutil.copy(whole[0] / "checkpoint-4" / "optimizer.pt", folder / "checkpoint-4" / "optimizer.pt")
-    assert judge(folder / "checkpoint-4").defect == "the run ended while it was written"
-    resumed = run(model_path("llama"), folder, resume=True)
-    assert resumed["lines"] == ["resuming from checkpoint-6 (step 6 of 6)"]
-    assert_went_on(resumed, whole[1], 6)
 
 
 @pytest.mark.slow
@@ -183,16 +170,18 @@ def damaged(whole, tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_complete_checkpoint_lists_its_files(whole):
+def test_a_complete_checkpoint_lists_its_files(damaged):
     for step in (2, 4, 6):
-        checkpoint = whole[0] / f"checkpoint-{step}"
+        checkpoint = damaged / f"checkpoint-{step}"
         assert judge(checkpoint).defect is None
         marker = json.loads((checkpoint / MARKER).read_text())
         there = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != MARKER}
         assert marker == {"complete": True, "only_model": False, "files": there}
         names = "model.safetensors optimizer.pt scheduler.pt critic.pt rng_state.pth trainer_state.json"
         assert set(names.split()) <= there.keys()
-    assert newest_complete(whole[0]) == (whole[0] / "checkpoint-6", {})
+    (damaged / "checkpoint-best").mkdir()
+    (damaged / "checkpoint-9").write_text("a file")
+    assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
 
 
 def test_every_truncated_or_missing_file_is_noticed(damaged):
@@ -210,48 +199,46 @@ def test_every_truncated_or_missing_file_is_noticed(damaged):
         assert judge(last).defect is None
 
 
-def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
+def test_resuming_names_what_is_incomplete(make, damaged):
     (damaged / "checkpoint-6" / "scheduler.pt").unlink()
     trainer = make(output_dir=str(damaged), **SETTINGS)
     says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4; to "
     with pytest.raises(ValueError, match=says):
         trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
-
-
-def test_resuming_without_a_complete_checkpoint_is_refused(make, tmp_path):
-    trainer = make(output_dir=str(tmp_path / "out"), **SETTINGS)
-    with pytest.raises(ValueError, match=r"there is no complete checkpoint in output_dir .+out to resume from$"):
-        trainer.train(resume_from_checkpoint=True)
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    says = r"to resume from; checkpoint-2 is incomplete and is ignored: it has no trainer_state.json$"
+    for step in (2, 4, 6):
+        (damaged / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    says = r"no complete checkpoint in output_dir .+ to resume from; .*checkpoint-6 is incomplete and is ignored: "
     with pytest.raises(ValueError, match=says):
         trainer.train(resume_from_checkpoint=True)
 
 
 def written(folder: Path, step: int, complete: bool = True) -> Path:
-    """A checkpoint of one file."""
+    """A checkpoint of one file, while which is saved there is one of transformers' (`enable_jit_checkpoint`)."""
     checkpoint = folder / f"checkpoint-{step}"
     checkpoints._begin(checkpoint)
+    (checkpoint / "checkpoint-is-incomplete.txt").touch()
     (checkpoint / "trainer_state.json").write_text("{}")
     if complete:
         checkpoints._complete(checkpoint)
+    (checkpoint / "checkpoint-is-incomplete.txt").unlink()
     return checkpoint
 
 
-def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path):
+def test_a_checkpoint_that_is_written_anew_is_incomplete(tmp_path):
+    """What it said about the files before must not count for those of now."""
+    assert judge(written(tmp_path, 2)).defect is None
+    assert judge(written(tmp_path, 2, complete=False)).defect == "the run ended while it was written"
+
+
+def test_check_complete_needs_what_the_marker_lists(tmp_path):
     changed = written(tmp_path, 2)
-    for content, lacks in (
-        ("{ }", "trainer_state.json has 3 bytes and had 2"),
-        (None, "trainer_state.json is missing"),
-    ):
-        (changed / "trainer_state.json").write_text(content) if content else (changed / "trainer_state.json").unlink()
-        says = f"{lacks}; there is no complete one next to it; to resume from it as it is, delete its checkpoint"
-        with pytest.raises(ValueError, match=says):
-            check_complete(changed)
+    (changed / "trainer_state.json").write_text("{ }")
+    says = "has 3 bytes and had 2; there is no complete one next to it; to resume from it as it is, delete its "
+    with pytest.raises(ValueError, match=says):
+        check_complete(changed)
     checkpoints._complete(changed, only_model=True)
     with pytest.raises(ValueError, match=r"holds only the model \(save_only_model\); .* to resume from it as it is"):
         check_complete(changed)
-    (changed / "trainer_state.json").write_text("{ }")
     (changed / MARKER).unlink()
     check_complete(changed)
     with pytest.raises(ValueError, match=r"the run ended while it was written; resume from .+checkpoint-2$"):
@@ -310,13 +297,7 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
             make(max_steps=4, **settings).train(resume_from_checkpoint=True)
 
 
-def test_other_folders_are_no_checkpoints(damaged):
-    (damaged / "checkpoint-best").mkdir()
-    (damaged / "checkpoint-9").write_text("a file")
-    assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
-
-
-def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_path, monkeypatch):
+def test_older_checkpoints_go_once_the_new_one_is_complete(make, tmp_path, monkeypatch):
     seen = []
     rotate = checkpoints.rotate_checkpoints
 
@@ -332,16 +313,6 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_pa
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
     saved = torch.load(tmp_path / "out" / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert saved.save_total_limit == trainer.args.save_total_limit == 1
-
-
-def test_the_file_that_transformers_keeps_while_it_saves_at_sigterm(tmp_path):
-    """`enable_jit_checkpoint`: it is there before the marker, and is deleted after that."""
-    checkpoint = tmp_path / "checkpoint-2"
-    checkpoint.mkdir()
-    (checkpoint / "checkpoint-is-incomplete.txt").touch()
-    assert written(tmp_path, 2) == checkpoint
-    (checkpoint / "checkpoint-is-incomplete.txt").unlink()
-    assert judge(checkpoint).defect is None
 
 
 def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):

@@ -37,8 +37,7 @@ def record_rows(model: Any) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 100])
-@pytest.mark.parametrize("peft", [False, True], ids=["whole model", "LoRA"])
+@pytest.mark.parametrize(("size", "peft"), [(1, False), (3, True), (7, False), (100, False)])
 def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft):
     model: Any = tiny.make_model("llama").eval()
     if peft:
@@ -52,20 +51,15 @@ def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft):
     assert rows == ([size] * (7 // size) + [7 % size] * (7 % size > 0) if size < 7 else [7])
 
 
-def test_the_checks_of_generate_still_work():
+def test_generate_keeps_its_checks_and_other_calls():
     model: Any = tiny.make_model("llama").eval()
     documentation = model.generate.__doc__
     generate_in_chunks(model, 2)
     assert model.generate.__doc__ == documentation
     with pytest.raises(ValueError, match=r"model_kwargs.* are not used by the model.*nonsense"):
         model.generate(**prompts(), nonsense=torch.zeros(7), **GREEDY)
-
-
-def test_generate_passes_on_calls_that_return_more_than_ids():
-    model: Any = tiny.make_model("llama").eval()
-    generate_in_chunks(model, 2)
     rows = record_rows(model)
-    settings = {**GREEDY, "return_dict_in_generate": True}
+    settings = {**GREEDY, "return_dict_in_generate": True}  # more than ids
     for given in (settings, {"generation_config": GenerationConfig(**settings)}):
         assert model.generate(**prompts(), **given).sequences.shape[0] == 7
     assert rows == [7, 7]

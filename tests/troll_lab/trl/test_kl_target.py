@@ -12,7 +12,7 @@ from troll_lab.trl import LabConfig, LabTrainer
 
 
 @pytest.mark.parametrize(("anchor", "staleness"), [("old", 0), ("rollout", 6)])
-def test_an_old_policy_that_sampled_an_old_rollout_is_as_old_as_that(make, monkeypatch, anchor, staleness):
+def test_an_old_policy_is_as_old_as_the_rollout_it_sampled(make, monkeypatch, anchor, staleness):
     """The KL is measured from the anchor: the network that scored the rollout, or the older one that sampled it."""
     ages = kept_ages(monkeypatch)
     trainer, _ = run(make, LabTrainer, rollout_delay=3, anchor=anchor, steps_per_generation=2, max_steps=10)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,35 +88,52 @@ def test_no_number_is_drawn_again_before_all_have_been():
     assert draw(5, 13, "a") == drawn != draw(5, 13, "b")
 
 
-def test_groups_with_equal_rewards_are_replaced(make):
-    plain = tiny.rolled_out(make_one(make, resampling_rounds=0))
-    trainer = make_one(make)
-    rollout = tiny.rolled_out(trainer)
+@dataclass
+class Both:
+    """A rollout in which groups were sampled again, and the same one without that, with their trainers."""
+
+    trainer: LabTrainer
+    rollout: dict[str, Any]
+    plain: LabTrainer
+    plain_rollout: dict[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        return self.trainer._metrics["train"]
+
+
+@pytest.fixture(scope="module")
+def both(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    make = tiny.Maker(model_path, tmp_path_factory.mktemp("both"), LabTrainer)
+    trainer, plain = make_one(make), make_one(make, resampling_rounds=0)
+    return Both(trainer, tiny.rolled_out(trainer), plain, tiny.rolled_out(plain))
+
+
+def test_groups_with_equal_rewards_are_replaced(both):
+    plain, rollout = both.plain_rollout, both.rollout
     equal = [len(set(rewards)) == 1 for rewards in rewards_of(plain).view(-1, GROUP).tolist()]
     assert any(equal) and not all(equal), "nothing to replace, or to keep"
     for row, was_equal in enumerate(equal):
         own = slice(row * GROUP, (row + 1) * GROUP)
         before, after = ([tiny.unpadded(r, name)[own] for name in ("prompt", "completion")] for r in (plain, rollout))
         assert (before == after) == (not was_equal)
+        assert len(set(texts(rollout, "prompt")[own])) == 1
     rewards = rewards_of(rollout).view(-1, GROUP)
     assert (rewards.std(1) > 0).all()
-    for group in range(3):
-        assert len(set(texts(rollout, "prompt")[group * GROUP : (group + 1) * GROUP])) == 1
     torch.testing.assert_close(rollout["advantages"], tiny.group_advantages(rewards))
     assert rollout["num_items_in_batch"] == rollout["completion_mask"].sum()
-    assert trainer._metrics["train"]["resampling/equal_groups_left"] == [0]
+    assert both.metrics["resampling/equal_groups_left"] == [0]
 
 
-def test_the_old_policy_is_that_of_the_merged_rows(make):
-    trainer = make_one(make)
-    rollout = tiny.rolled_out(trainer)
+def test_the_old_policy_is_that_of_the_merged_rows(both):
+    rollout = both.rollout
     lengths = rollout["completion_mask"].sum(1)
     assert len(lengths.unique()) > 1 and len(rollout["prompt_mask"].sum(1).unique()) > 1
     rows = zip(rollout[OLD_POLICY], tiny.unpadded(rollout, "prompt"), tiny.unpadded(rollout), strict=True)
     for row, (policy, prompt, completion) in enumerate(rows):
         ids = torch.tensor([prompt + completion])
         labels = torch.tensor([[-100] * len(prompt) + completion])
-        fresh = capture(trainer.model, ids, labels)[:, len(prompt) - 1 :]
+        fresh = capture(both.trainer.model, ids, labels)[:, len(prompt) - 1 :]
         captured = policy.unpack()[: len(completion)]
         assert torch.equal(captured.token_ids[:, :4], fresh.token_ids[0, :, :4])
         for ours, theirs in (
@@ -139,11 +157,8 @@ def test_what_cannot_be_replaced_stays(make):
     assert [metrics[f"resampling/{name}"] for name in names] == [[2], [1.0], [1.0]]
 
 
-def test_the_log_is_of_the_first_round_and_counts_all_tokens(make):
-    plain, trainer = make_one(make, resampling_rounds=0), make_one(make)
-    tiny.rolled_out(plain)
-    tiny.rolled_out(trainer)
-    expected, metrics = plain._metrics["train"], trainer._metrics["train"]
+def test_the_log_is_of_the_first_round_and_counts_all_tokens(both):
+    expected, metrics = both.plain._metrics["train"], both.metrics
     added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left", "right_share")}
     assert metrics.keys() == expected.keys() | added
     for name in expected.keys() - {"num_tokens"}:
@@ -154,10 +169,8 @@ def test_the_log_is_of_the_first_round_and_counts_all_tokens(make):
     assert metrics["num_tokens"][0] > 1.5 * expected["num_tokens"][0]
 
 
-def test_the_table_of_completions_is_of_the_rollout(make):
-    trainer = make_one(make)
-    rollout = tiny.rolled_out(trainer)
-    logs: Any = trainer._logs
+def test_the_table_of_completions_is_of_the_rollout(both):
+    rollout, logs = both.rollout, both.trainer._logs
     assert list(logs["prompt"]) == texts(rollout, "prompt")
     assert list(logs["rewards"]["reward"]) == rewards_of(rollout).tolist()
     assert list(logs["advantages"]) == rollout["advantages"].tolist()
@@ -202,7 +215,6 @@ def test_vllm_generates_the_rounds(make, monkeypatch):
     mask = rollout["completion_mask"].bool()
     sampled, scored = rollout["sampling_per_token_logps"][mask], rollout["old_per_token_logps"][mask]
     torch.testing.assert_close(sampled, scored, rtol=0, atol=within(1e-4))  # the engine has the trainer's own weights
-    trainer.train()
 
 
 def test_two_processes_resume_exactly(left_by_two):

@@ -26,7 +26,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], *, policies: bool)
 
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
-def test_a_rollout_is_sampled_with_the_weights_of_two_rollouts_ago(make, anchor):
+def test_a_rollout_is_sampled_with_weights_of_two_rollouts_ago(make, anchor):
     plain, trainer = make(), make(anchor=anchor, rollout_delay=2)
     weights: list[Any] = []
     for rollout in range(5):
@@ -88,22 +88,14 @@ def test_it_goes_with_resampling(make, anchor):
     assert generated[-1] == (anchor == "rollout"), "scoring is not part of generation"
 
 
-@pytest.mark.parametrize("anchor", ["old", "rollout"])
-def test_a_resumed_run_goes_on_exactly(make, tmp_path, anchor):
-    settings = {"rollout_delay": 1, "anchor": anchor, "ddp_backend": None}
-    runs = interrupted(make, tmp_path, **settings)
+def test_a_resumed_run_goes_on_exactly(make, tmp_path):
+    runs = interrupted(make, tmp_path, rollout_delay=1, anchor="rollout", ddp_backend=None)
     assert resumed_exactly(runs)[0]["sampling/rollouts_behind"] == 1
-
-
-def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "output_dir": str(tmp_path)}
-    make(rollout_delay=2, **settings).train()
-    with pytest.raises(ValueError, match="a run with rollout_delay=2, and this one has 3: resume with the same value"):
+    settings: dict[str, Any] = {"max_steps": 6, "output_dir": str(tmp_path), "anchor": "rollout"}
+    with pytest.raises(ValueError, match="a run with rollout_delay=1, and this one has 3: resume with the same value"):
         make(rollout_delay=3, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_rollout_function_is_refused(make):
-    with pytest.raises(
-        ValueError, match=r"is for transformers.* generation: leave it out, or leave out the rollout function"
-    ):
+    with pytest.raises(ValueError, match=r"transformers.* generation: leave it out, or leave out the rollout"):
         make(rollout_delay=1, rollout_func=RolloutFunc(Engine()))

@@ -20,7 +20,7 @@ def test_what_trl_lacks_is_named(monkeypatch):
     assert function == "trl.trainer.utils.nanstd is missing"
 
 
-def test_all_private_methods_of_trl_that_the_trainer_overrides_are_checked():
+def test_all_overridden_private_methods_of_trl_are_checked():
     own = {name for name, value in vars(LabTrainer).items() if inspect.isfunction(value) and name.startswith("_")}
     needed = {method.name for method in seam.NEEDED} | {"__init__", "_compute_loss"}  # the last by the base's seam
     assert {name for name in own if hasattr(GRPOTrainer, name)} <= needed

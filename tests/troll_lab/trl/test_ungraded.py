@@ -70,12 +70,12 @@ def test_only_what_was_judged_moves_the_model_of_a_critic(make):
     assert_only_judged_moves_the_model(make, advantage_estimator="gae")
 
 
-def test_an_update_of_nothing_judged_leaves_policy_and_critic_as_they_are(make):
+def test_an_update_of_nothing_judged_moves_nothing(make):
     moved = [True, True, False, False, True, True]
     assert_moves_where_judged(make, [True, False, True], moved, advantage_estimator="gae")
 
 
-def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
+def test_resampling_counts_the_first_round_and_what_was_judged(make):
     trainer = make_one(make, resampling_rounds=2)
     rollout = tiny.rolled_out(trainer)
     rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])

@@ -52,8 +52,9 @@ def test_what_has_no_critic_is_refused(model_path, make):
         value_model(model_path("llama"), prompts)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "llama"])
-@pytest.mark.parametrize("given", ["folder", "model", "with an adapter"])
+@pytest.mark.parametrize(
+    ("architecture", "given"), [("qwen3", "folder"), ("gemma2", "model"), ("llama", "with an adapter")]
+)
 def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make, architecture, given):
     policy = model_path(architecture) if given == "folder" else make.model(architecture)
     if given == "with an adapter":  # which is not copied
@@ -67,7 +68,7 @@ def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make, archite
 
 
 @pytest.mark.parametrize("indices", [[5, 7], {"lm_head": [5, 7]}, {"embed_tokens": [5, 7], "lm_head": [5, 8]}], ids=str)
-def test_single_trained_tokens_of_the_policy_are_those_of_the_critic_where_it_has_them(make, indices):
+def test_trained_tokens_of_the_policy_are_those_of_the_critic(make, indices):
     config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=indices, task_type="CAUSAL_LM")
     policy = tiny.adapted(make.model("llama"), config)  # what it has learned is not copied
     model: Any = value_model(policy, config)
@@ -80,7 +81,7 @@ def test_single_trained_tokens_of_the_policy_are_those_of_the_critic_where_it_ha
         torch.testing.assert_close(model.get_base_model().base_model(ids).last_hidden_state, expected, rtol=0, atol=0)
 
 
-def test_a_critic_is_in_float32_unless_a_folder_is_loaded_in_another_dtype(model_path, make):
+def test_value_model_is_in_float32_unless_asked_otherwise(model_path, make):
     for policy in (model_path("llama"), make.model("llama").to(torch.bfloat16)):
         assert {p.dtype for p in value_model(policy).parameters()} == {torch.float32}
     model: Any = value_model(model_path("llama"), model_init_kwargs={"dtype": "bfloat16"})
@@ -89,7 +90,7 @@ def test_a_critic_is_in_float32_unless_a_folder_is_loaded_in_another_dtype(model
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing_enable", "gradient_checkpointing_enable"])
-def test_checkpointing_is_switched_on_by_the_name_that_transformers_has(model_path, monkeypatch, name):
+def test_checkpointing_is_switched_on_by_transformers_name(model_path, monkeypatch, name):
     calls = []
     for known in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         monkeypatch.setattr(LlamaForTokenClassification, known, None, raising=False)

@@ -17,7 +17,7 @@ def test_environment_keeps_gymnasiums_rules(name: str) -> None:
     check_env(environments.make_task(name).make(), skip_render_check=True)
 
 
-@pytest.mark.parametrize("name", ["reach", "box", "box-sparse"])
+@pytest.mark.parametrize("name", ["reach", "box"])
 def test_reset_repeats_with_its_seed(name: str) -> None:
     task = environments.make_task(name)
     first, second, other = (task.make().reset(seed=seed)[0] for seed in (3, 3, 4))

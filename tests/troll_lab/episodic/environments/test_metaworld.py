@@ -107,9 +107,8 @@ def test_held_out_episodes_have_tasks_of_their_own(seeds: list[int]) -> None:
     assert len(trained) == 50
     held_out = [goal(seed, held_out=seeds) for seed in seeds]
     assert len(set(held_out)) == len(seeds) and not trained & set(held_out)
-    assert [make_metaworld("reach-v3").reset(seed=seed, options={"held_out": seeds})[0][-1] for seed in seeds[:2]] == [
-        value[-1] for value in held_out[:2]
-    ]
+    again = make_metaworld("reach-v3").reset(seed=seeds[1], options={"held_out": seeds})[0]
+    assert tuple(again[-3:]) == held_out[1]
     assert {goal(seed) for seed in range(5)} <= trained  # training goes on with its own
 
 
@@ -126,13 +125,12 @@ def test_more_held_out_episodes_than_tasks_are_refused(metaworld: None, monkeypa
 
 
 @pytest.mark.usefixtures("metaworld")
-@pytest.mark.parametrize("processes", [False, True])
-def test_evaluation_is_on_held_out_tasks(processes: bool) -> None:
+def test_evaluation_is_on_held_out_tasks() -> None:
     """As training collects it: in every environment, and in batches."""
     task, seeds = make_task("metaworld:reach-v3"), [11, 12, 13, 14]
     task = dataclasses.replace(task, num_steps=1)
     primitive = ProDMP(num_bases=2, num_steps=1, time_step=task.time_step)
-    environments = make_environments(task, 2, processes)
+    environments = make_environments(task, 2, processes=True)
 
     def goals(seeds: list[int], held_out: bool) -> set[tuple[float, ...]]:
         rollout = collect(
