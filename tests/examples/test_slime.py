@@ -41,7 +41,7 @@ def test_slime_keeps_the_contract_at_temperature_1(example: Any) -> None:
 
     def at_temperature_1(case: Case) -> Any:
         # The same logits, divided beforehand: of their gradient, the table's is 1/T.
-        tables = {"old_table": case.old_table / 0.7, "new_table": case.new_table / 0.7}
+        tables: dict[str, Any] = {"old_table": case.old_table / 0.7, "new_table": case.new_table / 0.7}
         update = slime.adapter(dataclasses.replace(case, **tables, temperature=1.0), example)
         return dataclasses.replace(update, gradient=update.gradient / 0.7)
 

@@ -283,8 +283,6 @@ def test_test_ends_if_its_parent_has_ended_before(open_sandbox: Bubblewrap, tmp_
     ("program", "wanted"),
     [
         ("print(2 + int(input()))", "passed"),
-        ("while True: pass", "time limit"),
-        ("import time\ntime.sleep(100)", "idle limit"),
         ("x = bytearray(1 << 40)", "memory limit"),
         (
             "import threading, time\nthreading.stack_size(1 << 16)\n"

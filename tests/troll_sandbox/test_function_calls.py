@@ -1,5 +1,5 @@
 import contextlib
-import functools
+import json
 import math
 import os
 import random
@@ -203,14 +203,6 @@ def f(x):
     assert reasons(run(program, "assert f(0.2) == 1", "assert f(0.2) == 1", limits=limits)) == ["passed", "time limit"]
 
 
-def test_program_with_short_bursts_of_work_is_idle(run):
-    work = "def work(end=0.002):\n    end += time.process_time()\n    while time.process_time() < end: pass\n"
-    program = f"import time\n{work}def f():\n    while True:\n        time.sleep(0.08)\n        work()"
-    start = time.monotonic()
-    assert reasons(run(program, "assert f()", limits=Limits(idle_seconds=1.0))) == ["idle limit"]
-    assert time.monotonic() - start < 20
-
-
 def test_judge_cuts_long_reasons(run):
     outcomes = run("def f(): raise ValueError(chr(0x1F600) * 600)", *["assert f()"] * 3)
     assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
@@ -313,7 +305,7 @@ def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]
     assert reasons(missing) == ["the tests raised NameError: name 'absent' is not defined"]
 
 
-DEEP: Any = functools.reduce(lambda value, _: [value], range(700), [])
+DEEP: Any = json.loads("[" * 701 + "]" * 701)
 VALUES = [[[[]]], DEEP, {"1": {"a": DEEP}}, math.nan, [math.inf], "\ud800", 10**4000, -0.0]
 OTHERS = "def depth(x): return 1 + depth(x[0]) if x else 0\ndef text(x): return str(10**x)\n"
 OTHERS += "def count(n): return n and 1 + count(n - 1)"

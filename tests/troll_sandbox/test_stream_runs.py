@@ -56,13 +56,8 @@ def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
         ("print(3)\nexit('sorry')", "raised sorry"),
         ("print(3)\nimport os\nos._exit(7)", "exit status 7"),
         ("print(3)\nraise ValueError('no')", "raised ValueError: no"),
-        ("print(3)\nx = bytearray(1 << 40)", "memory limit"),
-        ("print(3)\nimport os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "killed by signal 15"),
-        ("print(3)\nwhile True: pass", "time limit"),
-        ("print(3, flush=True)\nimport time\ntime.sleep(100)", "idle limit"),
         ("print(4)", "wrong answer"),
         ("print(3", "raised SyntaxError: '(' was never closed"),
-        ("print(3)\0", "raised SyntaxError: source code string cannot contain null bytes"),
     ],
 )
 def test_run_stdio_reports_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
