@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import pytest
 from benchmarks import gpu, measure
 from troll_lab import recipes
 from troll_lab.runs.grid import expand
-from troll_lab.tasks import TaskConfig, load_task
-
-COUNTING = Path(__file__).parents[1] / "examples" / "tasks" / "counting.py"
+from troll_lab.runs.recorded import read_runs
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -36,7 +33,7 @@ def test_grids_are_valid(
         assert training.max_steps % training.rollout_steps == 0
 
 
-def test_an_engine_is_a_valid_setting_of_long_completions() -> None:
+def test_engine_is_a_valid_setting_of_long_completions() -> None:
     fields = gpu.settings_of(gpu.LONG | gpu.ENGINE, "cpu", gpu.MODEL)
     words = [f"{name}={value}" for name, (value,) in fields.items()]
     training = recipes.load("smollm2-sums", words, vllm=True).training
@@ -45,54 +42,30 @@ def test_an_engine_is_a_valid_setting_of_long_completions() -> None:
     assert longest > length + 4 * 40 + 40  # a prompt of 40 numbers
 
 
-def test_counting_pays_for_the_numbers_before_the_first_mistake() -> None:
-    task = load_task(TaskConfig(f"{COUNTING}:4"), for_training=True)
-    row = task.train_dataset[0]
-    last = int(row["prompt"].split()[-1])
-    right = [str(last + number) for number in range(1, 5)]
-    answers = [" ".join(right), " ".join([*right, "and so on"]), " ".join([*right[:2], "7", right[3]]), "", "Well"]
-    success, share = task.reward_funcs
-    given: dict[str, Any] = {"prompts": [""] * 5, "completions": answers, "answer": [row["answer"]] * 5}
-    assert success(**given) == [1, 1, 0, 0, 0] and share(**given) == [1, 1, 0.5, 0, 0]
-    assert not {*task.train_dataset["prompt"]} & {*task.eval_dataset["prompt"]}
-    asked_for = load_task(TaskConfig(str(COUNTING))).eval_dataset["answer"]
-    assert all(len(answer) >= 1000 for answer in asked_for)  # SmolLM2 has a token for each digit and each space
-
-
-def write_run(folder: Path, name: str, steps: int, finished: bool) -> None:
+def write_run(folder: Path, finished: bool) -> None:
     """A run as `troll compare` leaves it, with a line for each update."""
-    run = folder / name
-    run.mkdir(parents=True)
-    config = (
-        "surrogate: troll\nseed: 0\nkl_target: 0.03\nlearning_rate: 1.0e-5\nuse_peft: true\nupdates_per_rollout: 2\n"
-    )
-    (run / "config.yaml").write_text(config)
+    folder.mkdir(parents=True)
+    config = {"surrogate": "troll", "seed": 0, "kl_target": 0.03, "learning_rate": 1e-5}
+    (folder / "config.yaml").write_text(json.dumps(config | {"use_peft": True, "updates_per_rollout": 2}))
     lines = [{"step": 0, "eval_rewards/success/mean": 0.25}] if finished else []
-    for step in range(1, steps + 1):
+    for step in range(1, 5):
         line = {"step": step, "step_time": 5.0 if step % 2 else 1.0, "reward": step / 10, "entropy": 0.5}
         line |= {"rewards/success/mean": 0.5, "completions/mean_length": 1000.0}
         line |= {"trust_region/kl_before_mean": step / 100, "trust_region/kl_target/wanted": 0.03}
         lines.append(line | {"trust_region/kl_target/rate": 1e-5 * step})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
         summary = {"status": "finished", "surrogate": "troll", "success_after": 0.75, "seconds": 60.0}
-        (run / "summary.json").write_text(json.dumps(summary))
+        (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def grid_of_two(folder: Path, finished: int) -> None:
-    """A comparison of two runs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "compare.json").write_text(json.dumps({"runs": {"first": {}, "second": {}}, "recipes": {}}))
-    for number, name in enumerate(("first", "second")):
-        if not (folder / name).exists():
-            write_run(folder, name, steps=4, finished=number < finished)
+def test_rows_of_runs_are_there_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the clock stops come last."""
 
-
-def test_rows_of_runs_are_there_as_they_end_and_those_that_the_clock_stops_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def running(command: list[str], seconds: float) -> Iterator[None]:
-        grid_of_two(tmp_path, finished=1)
+        (tmp_path / "compare.json").write_text(json.dumps({"runs": {"first": {}, "second": {}}, "recipes": {}}))
+        write_run(tmp_path / "first", finished=True)
+        write_run(tmp_path / "second", finished=False)
         yield
         raise subprocess.TimeoutExpired(command, seconds)
 
@@ -107,19 +80,12 @@ def test_rows_of_runs_are_there_as_they_end_and_those_that_the_clock_stops_last(
     with pytest.raises(subprocess.TimeoutExpired):
         next(rows)
     assert [row["runs"] for row in gpu._means([first, second])] == [1]
-
-
-def test_a_step_of_long_completions_is_told_apart_from_their_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "_running", lambda *_: iter(()))
-    grid_of_two(tmp_path, finished=0)
-    rows = list(gpu._compare({}, tmp_path, 1, gpu._rollouts))[:2]
-    assert [(row["rollout"], row["generation_seconds"], row["update_seconds"]) for row in rows] == [
-        (0, 4, 1),
-        (1, 4, 1),
+    # Of long completions, a step is told apart from their generation.
+    rollouts = [*gpu._rollouts(read_runs([tmp_path])[0])]
+    assert [(row["generation_seconds"], row["update_seconds"], row["kl"]) for row in rollouts] == [
+        (4, 1, 0.02),
+        (4, 1, 0.04),
     ]
-    assert [(row["reward"], row["kl"]) for row in rows] == [(0.1, 0.02), (0.3, 0.04)]
 
 
 def parts(monkeypatch: pytest.MonkeyPatch, *given: gpu.Part) -> None:
@@ -132,9 +98,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_report_names_what_failed_what_is_missing_and_what_did_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_main_reports_parts_that_fail_or_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(*_: object) -> gpu.Rows:
         yield {"row": 1}
         gpu._call(["sleep", "60"], 0.1)
@@ -161,7 +125,7 @@ def test_report_names_what_failed_what_is_missing_and_what_did_not_fit(
     assert "| 64 | 9 | newton |" in page.read_text() and "## missing: skipped: trl not installed" in page.read_text()
 
 
-def test_a_command_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     def part(name: str) -> gpu.Part:
@@ -185,27 +149,8 @@ def test_a_command_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatc
     assert gpu.main("cpu", 1, tmp_path, 20) and len(made) == 3
 
 
-def test_no_part_begins_once_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> gpu.Rows:
-        raise AssertionError("it began")
-
-    parts(monkeypatch, gpu.Part("late", 60, run))
-    assert gpu.main("cpu", 1, tmp_path, 0)
-    assert lines_of(tmp_path)[-1]["outcome"] == "did not fit in 0 s"
-
-
-def test_what_does_not_stop_when_asked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "STOPPING", 0.2)
-    monkeypatch.setattr(gpu, "INSISTING", 0.2)
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
-    began = time.monotonic()
-    with pytest.raises(subprocess.TimeoutExpired):
-        gpu._call([sys.executable, "-c", deaf], 1)
-    assert time.monotonic() - began < 30
-
-
 @pytest.mark.slow
-def test_everything_for_a_gpu_runs_small_on_a_cpu(tmp_path: Path) -> None:
+def test_every_part_runs_small_on_a_cpu(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--small", "--repeats", "1", "--minutes", "60", "--output", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "benchmarks", "gpu", *options], check=True)
     found = gpu._latest(lines_of(tmp_path))

@@ -90,7 +90,7 @@ print(found, threading.active_count() - threads, [name for name in sys.modules i
 """
 
 
-def test_import_of_the_adapters_starts_nothing_and_needs_no_unix() -> None:
+def test_import_of_adapters_starts_nothing_and_needs_no_unix() -> None:
     pytest.importorskip("trl")
     result = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -104,7 +104,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules} - set(sys.stdlib_modu
 """
 
 
-def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
+def test_import_of_the_sandbox_takes_only_the_library() -> None:
     result = subprocess.run([sys.executable, "-c", SANDBOX], capture_output=True, text=True, check=True)
     taken = set(result.stdout.split())
     assert "troll_sandbox" in taken
@@ -119,7 +119,7 @@ def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
         *("troll.testing", "troll_sandbox"),
     ],
 )
-def test_every_public_name_is_there(package: str) -> None:
+def test_public_names_are_there(package: str) -> None:
     module = importlib.import_module(package)
     for name in module.__all__:
         assert hasattr(module, name), name
@@ -140,14 +140,13 @@ def test_evaluation_is_imported_when_it_is_named() -> None:
 @pytest.mark.parametrize(
     ("module", "missing", "extra"),
     [
-        ("troll.trl", ["trl"], "trl"),
         ("troll.trl", ["trl", "transformers", "accelerate", "datasets", "peft"], "trl"),
         ("troll.huggingface", ["transformers", "accelerate", "peft"], "trl"),
         ("troll_lab.tasks", ["datasets"], "tasks"),
         ("troll_lab.episodic.environments", ["gymnasium", "mujoco"], "episodic"),
     ],
 )
-def test_what_is_missing_is_told(module: str, missing: list[str], extra: str) -> None:
+def test_import_names_the_extra_that_is_missing(module: str, missing: list[str], extra: str) -> None:
     program = f"import sys; sys.modules |= dict.fromkeys({missing}); import {module}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]

@@ -37,10 +37,12 @@ def set_up(checkout: Path, environment: str, status: int) -> None:
         (checkout / environment / stamp).touch()
 
 
-@pytest.mark.parametrize("options", [(), ("-j",), ("-j", "2", "-s")], ids=" ".join)
-@pytest.mark.parametrize("trl", [0, 1])
-@pytest.mark.parametrize("verl", [0, 1])
-def test_make_test_runs_both_suites_and_reports_both(checkout: Path, trl: int, verl: int, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("trl", "verl", "options"), [(0, 0, ()), (1, 0, ("-j",)), (0, 1, ("-j", "2", "-s")), (1, 1, ())]
+)
+def test_make_test_runs_both_suites_and_reports_both(
+    checkout: Path, trl: int, verl: int, options: tuple[str, ...]
+) -> None:
     set_up(checkout, ".venv", trl)
     set_up(checkout, ".venv-verl", verl)
     status, output = make(checkout, "test", *options)
@@ -51,14 +53,14 @@ def test_make_test_runs_both_suites_and_reports_both(checkout: Path, trl: int, v
 
 
 @pytest.mark.parametrize(("works", "other"), [(".venv", "test-verl FAILED"), (".venv-verl", "test-trl FAILED")])
-def test_make_test_runs_the_suite_whose_environment_could_be_set_up(checkout: Path, works: str, other: str) -> None:
+def test_make_test_runs_the_suite_that_could_be_set_up(checkout: Path, works: str, other: str) -> None:
     set_up(checkout, works, 0)
     status, output = make(checkout, "test", "-j", "PYTHON=false")
     assert status != 0 and other in output and output.count("FAILED") == 1
     assert (checkout / "log").read_text() == f"start {works}\nend\n"
 
 
-def test_make_setup_names_the_compiler_where_a_package_has_to_be_built(checkout: Path) -> None:
+def test_make_setup_names_the_compiler_that_it_needs(checkout: Path) -> None:
     for name, script in (("python", "exit 0"), ("pip", "echo cannot build; exit 1")):
         program = checkout / ".venv" / "bin" / name
         program.parent.mkdir(parents=True, exist_ok=True)

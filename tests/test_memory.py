@@ -54,13 +54,10 @@ def estimated(*fields: str, gib: float = 1.0, gpus: int = 1) -> Estimate:
 )
 def test_shapes_have_the_published_numbers_of_parameters(name: str, count: int) -> None:
     assert memory_without_data.parameters(Network(model_shape(name))).numbers == count
+    assert model_shape(TOY_MOE).model_type == "qwen3_moe"  # without a model
 
 
-def test_model_shape_of_a_toy_model_needs_no_model() -> None:
-    assert model_shape(TOY_MOE).model_type == "qwen3_moe"
-
-
-def test_every_recipe_that_names_a_gpu_is_in_the_table_with_a_shape() -> None:
+def test_every_recipe_that_names_a_gpu_has_a_shape() -> None:
     in_bf16 = {name for name in recipes.names() if recipes.read(name)[0].get("bf16")}
     assert in_bf16 | {"smollm2-gsm8k"} == RECIPES.keys()  # which computes in float32
     for name, machine in RECIPES.items():
@@ -76,16 +73,15 @@ def test_table_adds_up() -> None:
     assert found.table["optimiser"] == (2 * weights.weights,) * 3
     # 64 completions: ids, masks and log-probabilities, and the old policies with K = 64.
     assert found.table["rollout and old policies"][0] == 64 * (16 * 48 + 32 * (12 + 12 + 8 * 64))
+    assert estimated("--surrogate", "clip").table["rollout and old policies"][0] == 64 * (16 * 48 + 12 * 32)
     assert found.table["keys and values"][0] > 0
+    assert (
+        found.table["keys and values"][0] == 4 * estimated("--generation_chunk_size", "16").table["keys and values"][0]
+    )
     assert found.totals == tuple(sum(row[phase] for row in found.table.values()) for phase in range(len(PHASES)))
 
 
-@pytest.mark.slow
-def test_table_of_a_surrogate_without_old_policies_has_only_tokens() -> None:
-    assert estimated("--surrogate", "clip").table["rollout and old policies"][0] == 64 * (16 * 48 + 12 * 32)
-
-
-def test_table_has_references_critics_and_reward_models(tmp_path: Path) -> None:
+def test_table_has_reference_critic_and_reward_model(tmp_path: Path) -> None:
     plain, more = estimated(), estimated("--beta", "0.1", "--advantage_estimator", "gae")
     weights = plain.table["weights"][0]
     assert more.table["reference model"] == (weights,) * 3
@@ -101,7 +97,7 @@ def test_table_has_references_critics_and_reward_models(tmp_path: Path) -> None:
     assert scored.table["activations"][1] > plain.table["activations"][1]  # it reads the whole rollout at once
 
 
-def test_vllm_takes_its_share_and_may_give_it_back() -> None:
+def test_table_has_the_share_of_vllm_unless_it_sleeps() -> None:
     here = ("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.5")
     assert estimated(*here, gib=8).table["vLLM's share"] == (4 * GIB,) * 3
     assert estimated(*here, "--vllm_enable_sleep_mode", "true", gib=8).table["vLLM's share"] == (4 * GIB, 0, 0)
@@ -109,17 +105,12 @@ def test_vllm_takes_its_share_and_may_give_it_back() -> None:
     assert estimated("--use_vllm", "true", "--vllm_mode", "server").table["vLLM's share"] == (0, 0, 0)
 
 
-def test_gpus_share_the_model_out_but_not_the_completions() -> None:
+def test_table_of_gpus_shares_the_model_only() -> None:
     one, four = estimated(), estimated(gpus=4)
     for name in ("weights", "gradients", "optimiser"):
         assert four.table[name][2] == one.table[name][2] / 4
     assert four.table["gathered layers"][2] > 0
     assert four.table["keys and values"] == one.table["keys and values"]
-
-
-def test_chunks_bound_the_cache() -> None:
-    whole, chunks = estimated(), estimated("--generation_chunk_size", "16")
-    assert whole.table["keys and values"][0] == 4 * chunks.table["keys and values"][0]
 
 
 @pytest.mark.slow
@@ -160,7 +151,7 @@ def test_whole_run_takes_what_was_estimated(fields, tmp_path):
 
 
 @pytest.mark.slow
-def test_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_have_the_table_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     memory.main("cpu", 1)
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == len(RECIPES)

@@ -31,16 +31,8 @@ from benchmarks.memory_without_data import Batch, Network, UnknownMemory, optimi
 ACCURACY = 0.15
 
 ROWS, PROMPT, COMPLETION, TOP_K = 4, 32, 96, 16
-SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "pad_token_id": 0}
 QWEN3 = Qwen3Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 CLASSES: dict[type, Any] = {Qwen3Config: Qwen3ForCausalLM, LlamaConfig: LlamaForCausalLM}
@@ -111,7 +103,12 @@ def micro_batch(model: Any, in_bf16: bool) -> Callable[[], Tensor]:
     return loss
 
 
-def check_update(config: PreTrainedConfig, accumulates: bool, lora: bool, checkpointing: bool, in_bf16: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "accumulates"), [(QWEN3, True), (LLAMA, False)], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("in_bf16", [False, True], ids=["float32", "autocast"])
+def test_update_takes_what_was_estimated(config, accumulates, lora, checkpointing, in_bf16):
     network = Network(config, peft=LORA if lora else None, checkpointing=checkpointing)
     weights = memory.parameters(network)
     found = memory.update(network, batch(in_bf16), TOP_K, accumulates)
@@ -135,20 +132,6 @@ def check_update(config: PreTrainedConfig, accumulates: bool, lora: bool, checkp
     peak = measured_peak(one_update)
     # Without weights and moments, which are known exactly, so that they cannot hide a wrong count of the rest.
     assert weights.gradients + found == pytest.approx(peak, rel=ACCURACY)
-
-
-@pytest.mark.slow
-def test_update_takes_what_was_estimated() -> None:
-    check_update(QWEN3, accumulates=True, lora=False, checkpointing=False, in_bf16=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "accumulates"), [(QWEN3, True), (LLAMA, False)], ids=["qwen3", "llama"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("in_bf16", [False, True], ids=["float32", "autocast"])
-def test_updates_of_several_shapes_take_what_was_estimated(config, accumulates, lora, checkpointing, in_bf16):
-    check_update(config, accumulates, lora, checkpointing, in_bf16)
 
 
 def test_mixture_of_experts_takes_what_was_estimated() -> None:
@@ -180,7 +163,7 @@ def test_reward_model_takes_what_was_estimated() -> None:
     assert memory.score(Network(config), Batch(16, 32, 96), None) == pytest.approx(measured_peak(score), rel=ACCURACY)
 
 
-def test_parameters_counts_quantised_weights_without_embeddings_and_head() -> None:
+def test_parameters_counts_quantised_weights() -> None:
     model = model_of(LLAMA)
     linear = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, torch.nn.Linear))
     others = sum(p.numel() for p in model.parameters()) - linear
@@ -189,7 +172,7 @@ def test_parameters_counts_quantised_weights_without_embeddings_and_head() -> No
     assert adapted.gradients == 4 * (adapted.numbers - linear - others)  # peft keeps the adapter in float32
 
 
-def test_parameters_have_the_dtype_of_the_network_and_not_that_of_the_configuration() -> None:
+def test_parameters_have_the_dtype_of_the_network() -> None:
     config = Qwen3Config(**SIZES, architectures=["Qwen3ForSequenceClassification"], dtype="bfloat16")
     found = memory.parameters(Network(config, torch.float32))
     assert found.weights == 4 * found.numbers
@@ -210,29 +193,29 @@ def test_parameters_have_the_dtype_of_the_network_and_not_that_of_the_configurat
 )
 def test_optimiser_bytes(name: str, expected: int) -> None:
     assert optimiser_bytes(name, [torch.empty(10, 90), torch.empty(100)]) == expected
+    in_bf16 = [torch.empty(1000, dtype=torch.bfloat16)]
+    assert optimiser_bytes("adamw_torch", in_bf16) == 4000  # moments have the dtype of the weights
 
 
-def test_moments_have_the_dtype_of_the_weights() -> None:
-    assert optimiser_bytes("adamw_torch", [torch.empty(1000, dtype=torch.bfloat16)]) == 4000
+def needs_data(self: object, input_ids: Tensor, **_: object) -> None:
+    input_ids.sum().item()
 
 
-def test_model_that_needs_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs_data(self: object, input_ids: Tensor, **_: object) -> None:
-        input_ids.sum().item()
-
-    monkeypatch.setattr(LlamaModel, "forward", needs_data)
-    with pytest.raises(UnknownMemory, match="memory of a llama model cannot be estimated"):
-        memory.score(Network(LLAMA), batch(False), TOP_K)
-
-
-def test_what_a_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "message"),
+    [
+        (LlamaModel, "forward", needs_data, "memory of a llama model cannot be estimated"),
+        (memory, "_MISSING", ["_pre_fw_hook"], r"the MemTracker of torch 2\..* has no _pre_fw_hook"),
+    ],
+)
+def test_score_names_what_cannot_be_estimated(owner, name, value, message, monkeypatch):
     assert memory._MISSING == []
-    monkeypatch.setattr(memory, "_MISSING", ["_pre_fw_hook"])
-    with pytest.raises(UnknownMemory, match=r"cannot be estimated: the MemTracker of torch 2\..* has no _pre_fw_hook"):
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(UnknownMemory, match=message):
         memory.score(Network(LLAMA), batch(False, rows=3), TOP_K)
 
 
-def test_random_numbers_and_the_default_dtype_stay() -> None:
+def test_parameters_leaves_random_numbers_as_they_are() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)

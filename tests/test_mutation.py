@@ -7,7 +7,6 @@ from tests import mutation
 from tests.mutation import ROOT as PROJECT
 from tests.mutation import Mutant, draw, plant, possible_mutants, room_of
 
-SANDBOX = "troll_sandbox"
 SOURCE = '''"""A docstring with 3 words."""
 LIMIT: int | None = 5
 
@@ -28,7 +27,7 @@ def changed_texts() -> set[str]:
     return {(source[:begin] + after.encode() + source[end:]).decode() for begin, end, after in possible_mutants(source)}
 
 
-def test_possible_mutants_change_operators_numbers_truth_values_and_statements() -> None:
+def test_possible_mutants_change_operators_and_statements() -> None:
     for before, after in (
         ("= 5", "= 6"),
         ("= True", "= False"),
@@ -62,14 +61,10 @@ def test_plant_follows_a_line_that_has_moved_and_been_indented() -> None:
     assert plant(another.encode(), statement) == another.replace("print(\n        x\n    )", "pass").encode()
 
 
-def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:
-    drawn = draw(40, seed=3)
-    assert drawn == draw(40, seed=3)
-    assert drawn != draw(40, seed=4)
-    assert len(set(drawn)) == 40
-    lines = {path: len(path.read_text().splitlines()) for path in (PROJECT / "src").rglob("*.py")}
-    sandbox = sum(count for path, count in lines.items() if room_of(path.relative_to(PROJECT / "src")) == SANDBOX)
-    assert abs(sum(mutant.room == SANDBOX for mutant in drawn) - 40 * sandbox / sum(lines.values())) < 1
+def test_draw_is_reproducible_and_its_mutants_can_be_planted() -> None:
+    drawn = draw(20, seed=3)
+    assert drawn == draw(20, seed=3)
+    assert len(set(drawn)) == 20
     for mutant in drawn:
         assert plant((PROJECT / "src" / mutant.file).read_bytes(), mutant) is not None
 
@@ -83,7 +78,7 @@ def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:
         ("troll_sandbox/limits.py", "troll_sandbox", "troll_sandbox/test_limits.py"),
     ],
 )
-def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it(file: str, folder: str, mirrored: str) -> None:
+def test_tests_of_a_mutant_begin_with_its_mirror(file: str, folder: str, mirrored: str) -> None:
     """Then follow its folder, or the files next to it."""
     tests = PROJECT / "tests"
     mutant = Mutant(room_of(Path(file)), file, 1, 0, "", "", "")
@@ -93,7 +88,7 @@ def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it(file: str, folder
     assert rest[-2:] == ["--deselect", f"tests/{mirrored}"]
 
 
-def test_tests_of_a_mutant_that_was_killed_begin_with_its_killers() -> None:
+def test_tests_of_a_killed_mutant_begin_with_its_killers() -> None:
     killers = "troll/test_files.py::test_one[a b] troll/test_files.py::test_two troll/gone.py::test_three timeout"
     mutant = Mutant("troll", "troll/files.py", 1, 0, "", "", "", "killed", killers)
     files = PROJECT / "tests" / "troll" / "test_files.py"

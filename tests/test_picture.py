@@ -21,18 +21,18 @@ def divergence(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return (new * (new.log() - old.log())).sum(-1)
 
 
-def test_the_picture_is_what_the_script_draws() -> None:
+def test_picture_is_what_the_script_draws() -> None:
     assert_same_picture(picture.FILE.read_text(), picture.picture())
 
 
-def test_the_projected_policy_moves_until_the_ball_holds_the_new_one() -> None:
+def test_projected_policy_moves_until_the_ball_holds_it() -> None:
     far = divergence(picture.NEW, picture.OLD)
     assert picture.BOUNDS[0] < far < picture.BOUNDS[-1]
     moved = divergence(picture.projected().log_probs.exp(), picture.OLD)
     torch.testing.assert_close(moved, picture.BOUNDS.clamp(max=far.item()), atol=1e-9, rtol=0)
 
 
-def test_balls_end_on_their_boundary_or_on_an_edge_of_the_triangle() -> None:
+def test_balls_end_on_their_boundary_or_on_an_edge() -> None:
     rings = picture.boundaries()
     found, bounds = divergence(rings, picture.OLD), picture.BOUNDS.unsqueeze(-1)
     on_the_boundary, on_an_edge = (found - bounds).abs() < 1e-9, rings.amin(-1) < 1e-6
@@ -41,7 +41,7 @@ def test_balls_end_on_their_boundary_or_on_an_edge_of_the_triangle() -> None:
     assert on_the_boundary.double().mean() > 0.9
 
 
-def test_the_page_projects_as_the_library_does() -> None:
+def test_page_projects_as_the_library_does() -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node")
@@ -69,7 +69,7 @@ def test_the_page_projects_as_the_library_does() -> None:
     torch.testing.assert_close(multiplier, expected.multiplier, rtol=1e-6, atol=1e-9)
 
 
-def test_the_page_starts_as_the_picture() -> None:
+def test_page_starts_as_the_picture() -> None:
     shown = re.search(r"const policies = \{ p: (\[.*?\]), new: (\[.*?\]) \}", PAGE.read_text())
     assert shown is not None
     assert [json.loads(policy) for policy in shown.groups()] == [picture.OLD.tolist(), picture.NEW.tolist()]

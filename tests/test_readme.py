@@ -31,12 +31,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or "." in anchor or anchor in anchors(target), link
 
 
-def test_every_page_for_users_is_linked() -> None:
+def test_readme_links_every_page_for_users() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md", "compat.md"}
     assert pages <= {Path(link).name for link in re.findall(r"\]\((docs/[\w-]+\.md)", README)}
 
 
-def test_commands_exist() -> None:
+def test_commands_of_the_readme_exist() -> None:
     made = set(re.findall(r"\bmake ([\w-]+)", README))
     assert {"demo", "test"} <= made <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     benchmarks = set(re.findall(r"python -m benchmarks (\w+)", README))
@@ -50,7 +50,7 @@ def rows_of(page: Path, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_what_it_says_of_the_study_is_so() -> None:
+def test_readme_says_of_the_study_what_it_found() -> None:
     """`make results` computes the table of the study's page, and its verdicts where they were tested."""
     ours, theirs = (rows_of(page, "(")[:6] for page in (ROOT / "README.md", STUDY / "results.md"))
     assert [row[0][:3] for row in ours] == ["(a)", "(a)", "(b)", "(b)", "(c)", "(d)"]
@@ -66,7 +66,7 @@ def test_what_it_says_of_the_study_is_so() -> None:
             assert penalty.startswith("−") and penalty.rpartition(", ")[2].startswith("−"), "clearly ahead of TROLL"
 
 
-def test_what_it_says_of_smollm2_is_so() -> None:
+def test_readme_says_of_smollm2_what_it_found() -> None:
     ((_, *found, _),) = rows_of(ROOT / "README.md", "SmolLM2-135M, sums, at three times")
     minus_troll = [
         next(row[5] for row in rows_of(STUDY / "exploration.md", rival) if len(row) == 7 and "(3)" in row[1])
@@ -79,7 +79,7 @@ def test_what_it_says_of_smollm2_is_so() -> None:
         assert numbers == [-others[0], -others[2], -others[1]]
 
 
-def test_what_it_says_of_the_cost_is_measured() -> None:
+def test_readme_says_what_a_step_costs() -> None:
     """The time of a step on a GPU and on CPUs, and the head's time and memory on a GPU."""
     table = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 
@@ -100,26 +100,17 @@ def test_what_it_says_of_the_cost_is_measured() -> None:
     assert said in " ".join(README.split())
 
 
-def test_page_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 70
 
 
-def test_options_exist() -> None:
+def test_options_that_pages_show_exist() -> None:
     """Of the commands that the README and the pages show, and those that they mention in a sentence."""
     recipes = pytest.importorskip("troll_lab.recipes", reason="needs TRL")
     of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll_lab" / "cli.py").read_text()))
     of_compare = {"seeds", "jobs"}
-    of_others = {
-        "field",
-        "logits-processors",
-        "logprobs-mode",
-        "max-logprobs",
-        "machine_rank",
-        "minutes",
-        "privileged",
-        "rootless",
-    }
-    of_others |= {"solution", "tune"}
+    of_others = {"field", "logits-processors", "logprobs-mode", "max-logprobs", "machine_rank", "minutes"}
+    of_others |= {"privileged", "rootless", "solution", "tune"}
     of_movements = {field.name for field in fields(EpisodicConfig)}
     known = recipes.FIELDS | of_commands | of_compare | of_movements
     found = 0

@@ -70,20 +70,17 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(release: tuple[Path, Path]) -> None:
+def test_wheel_holds_the_packages_and_is_that_of_the_checkout(release: tuple[Path, Path], tmp_path: Path) -> None:
     files = {name for name in contents(release[0]) if ".dist-info/" not in name}
     assert files == {name.removeprefix("src/") for name in checkout.files("src")}
     assert any(name.endswith("/licenses/LICENSE") for name in contents(release[0]))
-
-
-def test_the_checkout_builds_the_same_wheel(release: tuple[Path, Path], tmp_path: Path) -> None:
     run([sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path)], ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == release[0].name
     assert contents(wheel) == contents(release[0])
 
 
-def test_the_source_distribution_holds_the_checkout(release: tuple[Path, Path]) -> None:
+def test_source_distribution_holds_the_checkout(release: tuple[Path, Path]) -> None:
     with tarfile.open(release[1]) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
     assert found - {"PKG-INFO"} <= checkout.files()
@@ -265,7 +262,7 @@ def install(wheel: Path, extra: str, environment: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", MATRIX, ids=lambda extra: extra or "no extra")
-def test_it_works_when_installed(extra: str, release: tuple[Path, Path], tmp_path: Path) -> None:
+def test_installed_wheel_works_with_each_extra(extra: str, release: tuple[Path, Path], tmp_path: Path) -> None:
     if extra == "verl" and sys.version_info >= (3, 13):
         pytest.skip("verl's dependencies do not support this Python yet")
     if extra == "triton" and sys.platform != "linux":

@@ -56,12 +56,12 @@ def linked(nav: list[dict[str, object]]) -> Iterator[str]:
                 yield from linked(value)
 
 
-def test_every_page_can_be_reached() -> None:
+def test_navigation_has_every_page() -> None:
     written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(linked(CONFIG["nav"])) == sorted(written)
 
 
-def test_the_reference_has_every_public_name(site: Path, modules: griffe.ModulesCollection) -> None:
+def test_reference_has_every_public_name(site: Path, modules: griffe.ModulesCollection) -> None:
     header, compressed = (site / "objects.inv").read_bytes().split(b"zlib.\n", 1)
     assert b"inventory version 2" in header
     known = {line.split()[0] for line in zlib.decompress(compressed).decode().splitlines()}
@@ -71,7 +71,7 @@ def test_the_reference_has_every_public_name(site: Path, modules: griffe.Modules
         assert exports and not missing
 
 
-def test_the_documentation_imports_public_names_only(modules: griffe.ModulesCollection) -> None:
+def test_documentation_imports_only_public_names(modules: griffe.ModulesCollection) -> None:
     # examples/verl/cpu stands in for a cluster; the others are made of parts of `troll_lab.runs` and of the toy task.
     made = [ROOT / "examples" / name for name in ("small_model.py", "smollm2_demo.py", "verl/memagent/documents.py")]
     internal = [*(ROOT / "examples" / "verl" / "cpu").rglob("*.py"), *made]

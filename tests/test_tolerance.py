@@ -55,20 +55,17 @@ def test_tolerances_are_divided_in_every_comparison() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("margin", "status"), [("1", 0), ("3", 1)])
-def test_a_variable_divides_the_tolerances_of_tests(tmp_path: Path, margin: str, status: int) -> None:
+def test_a_variable_divides_the_tolerances_of_tests(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_near.py").write_text(
-        "from pytest import approx\nfrom torch.testing import assert_close\nfrom tests.tolerance import within\n"
-        "def test_all():\n    import torch\n"
-        "    bad = [1.0005 != approx(1, rel=1e-3), 5e-4 > within(1e-3)]\n"
-        "    try:\n        assert_close(torch.tensor(1.0005), torch.tensor(1.0), rtol=1e-3, atol=0)\n"
-        "        bad.append(False)\n    except AssertionError:\n        bad.append(True)\n"
-        "    assert bad in ([False] * 3, [True] * 3)\n    assert not any(bad)\n"
+        "import pytest, torch\nfrom tests.tolerance import within\ndef test_all():\n"
+        "    assert 1.0005 != pytest.approx(1, rel=1e-3) and 5e-4 > within(1e-3)\n"
+        "    with pytest.raises(AssertionError):\n"
+        "        torch.testing.assert_close(torch.tensor(1.0005), torch.tensor(1.0), rtol=1e-3, atol=0)\n"
     )
-    environment = os.environ | {"TROLL_TEST_MARGIN": margin, "PYTHONPATH": str(PROJECT)}
+    environment = os.environ | {"TROLL_TEST_MARGIN": "3", "PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == status
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
 def test_rounding_bounds_a_sum_in_float32() -> None:

@@ -12,14 +12,14 @@ def in_the_wheel() -> dict[str, str]:
 
 
 @checkout.needs_git
-def test_wheel_holds_every_file_of_src_and_nothing_else() -> None:
+def test_wheel_holds_every_file_of_src_and_no_other() -> None:
     expected = {name.removeprefix("src/"): name for name in checkout.files("src")}
     assert in_the_wheel() == expected
     for kind in (".py", ".yaml", ".md", "/py.typed"):
         assert any(name.endswith(kind) for name in expected), kind
 
 
-def test_every_package_in_the_wheel_says_that_it_is_typed() -> None:
+def test_every_package_in_the_wheel_is_typed() -> None:
     files = in_the_wheel()
     packages = {name.removesuffix("/__init__.py") for name in files if name.count("/") == 1}
     packages = {name for name in packages if f"{name}/__init__.py" in files}

@@ -38,7 +38,7 @@ def settings(notebook: Any) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_it_runs(tiny_model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_notebook_runs(tiny_model: Path, tmp_path: Path) -> None:  # noqa: F811
     data = tmp_path / "gsm8k.jsonl"
     rows = [{"question": f"{n} + 1 = ?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(20)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,7 +68,7 @@ def test_it_runs(tiny_model: Path, tmp_path: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_its_settings_fit_the_gpu_it_names() -> None:
+def test_notebook_fits_the_gpu_that_it_names() -> None:
     own = settings(nbformat.read(NOTEBOOK, as_version=4))
     arguments = [part for name, value in own.items() for part in (f"--{name}", value)]
     recipe = recipes.load("gsm8k-qwen3-24gb", [*arguments, "--use_cpu", "true"], vllm=True)

@@ -28,7 +28,7 @@ class Words:
         return "".join(map(chr, ids))
 
 
-def test_tokens_between_the_first_stated_answer_and_the_last_passage_are_worth_less(example) -> None:
+def test_reward_is_less_for_passages_after_the_answer(example) -> None:
     asked: list[tuple[str, str]] = []
 
     def judge(passages, answers):
@@ -57,7 +57,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_judge_reads_each_passage_as_it_does_alone(example, chat_model) -> None:
+def test_judge_reads_each_passage_as_it_does_alone(example, chat_model) -> None:
     passages, answers = ["it is 7", "then we add 3 and get 12", "x"], ["7", "12", "4"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(chat_model), AutoTokenizer.from_pretrained(chat_model)
     alone = []
@@ -70,7 +70,7 @@ def test_the_judge_reads_each_passage_as_it_does_alone(example, chat_model) -> N
     assert example["Judge"](str(chat_model), batch_size=2)(passages, answers) == alone
 
 
-def test_it_trains(example, chat_model, tmp_path, monkeypatch) -> None:
+def test_example_trains(example, chat_model, tmp_path, monkeypatch) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "{n} + {n}", "answer": "so #### {2 * n}"}}\n' for n in range(16)))
     arguments = ["--model", chat_model, "--judge", chat_model, "--dataset_path", rows, "--max_steps", 1]

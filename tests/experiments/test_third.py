@@ -14,23 +14,12 @@ import numpy as np
 import pytest
 from pytest import MonkeyPatch
 
-from experiments import (
-    followed,
-    grid,
-    page,
-    predictions,
-    second,
-    second_analysis,
-    table,
-    third,
-    third_analysis,
-    third_runs,
-)
-from experiments.collect import collect, identity_of
+from experiments import followed, grid, page, predictions, second, second_analysis, third, third_analysis, third_runs
+from experiments.collect import identity_of
 from experiments.protocol import Phase
 from experiments.table import Result
 from experiments.third import Arm
-from tests.experiments.test_results import DOCS, fill, result, run_folder
+from tests.experiments.made import DOCS, fill, result, run_folder
 from troll.trl import estimators, kl_target
 from troll.trust_region.rate import KLTarget, wanted_kl
 from troll_lab.runs.grid import PlannedRun
@@ -71,14 +60,7 @@ def shifted(place: int, by: float, methods: Sequence[str] = METHODS) -> dict[tup
     return {(method, place): by for method in methods}
 
 
-def verdicts(**shifts: dict[tuple[str, int], float]) -> dict[str, str]:
-    """The verdicts on K1 and K2 over regimes with these shifts, by the regime's letter."""
-    contests = [third_analysis.contest(name, rows(name, shifts.get(name[-1]))) for name in third.FORMER]
-    found = third_analysis.hypotheses(contests)
-    return {name: third_analysis.overall(name, found) for name in ("K1", "K2")}
-
-
-def test_methods_have_the_configurations_and_rates_that_the_second_part_found_best() -> None:
+def test_methods_are_those_that_the_second_part_found_best() -> None:
     tables = page.read_tables(DOCS / "results")
     for name, former in third.FORMER.items():
         chosen = second_analysis.chosen(second_analysis.candidates(former, tables[former]))
@@ -110,7 +92,7 @@ def test_each_planned_run_is_known_by_its_row() -> None:
             assert [each for each, runs in third_analysis.runs_of(name, [row], phase).items() if runs] == [arm]
 
 
-def test_run_makes_whole_seeds_in_order_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_run_makes_whole_seeds_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     made: list[tuple[int, int, str, str]] = []
 
     def make(planned: list[PlannedRun], csv: Path, phase: Phase, folder: Path, *_: Any) -> tuple[str, int]:
@@ -126,12 +108,7 @@ def test_run_makes_whole_seeds_in_order_until_it_is_interrupted(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "seeds", "message"),
     [
-        (
-            "third-c",
-            [40],
-            "the third part's tables are third-a, third-b, third-d, third-smollm2, third-rivals, "
-            "third-dial, got third-c",
-        ),
+        ("third-c", [40], "tables are third-a, third-b, third-d, third-smollm2, third-rivals, third-dial, got third-c"),
         ("third-d", [40, 52], "the seeds of third-d are 40 to 51, got 52"),
         ("third-a", [39], "the seeds of third-a are 40 to 63, got 39"),
         ("third-dial", [48], "the seeds of third-dial are 40 to 47, got 48"),
@@ -152,36 +129,41 @@ def test_run_refuses_what_the_protocol_has_not(tmp_path: Path, name: str, seeds:
         {"regime": "sparse-signal-long"},
     ],
 )
-def test_a_run_that_the_third_part_has_not_is_refused(changes: dict[str, Any]) -> None:
+def test_contest_refuses_runs_that_the_protocol_has_not(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="third-a: the protocol has no"):
         third_analysis.contest("third-a", [replace(rows("third-a")[0], **changes)])
 
 
-def test_equal_arms_hold_in_all_regimes() -> None:
-    assert verdicts() == {"K1": "holds", "K2": "holds"}
+@pytest.mark.parametrize(
+    ("regime", "shifts", "wanted"),
+    [
+        ("a", {}, ("holds", "holds")),
+        # A start that matters, whichever is worse: the mean over starts is still within the margin.
+        ("b", shifted(0, -0.08), ("refuted", "holds")),
+        ("b", shifted(0, 0.08), ("refuted", "holds")),
+        # A constant rate that is better; the target may gain.
+        ("a", shifted(2, 0.08), ("holds", "refuted")),
+        ("a", shifted(2, -0.2), ("holds", "holds")),
+        # One method that loses, and one that may.
+        ("a", shifted(2, 0.12, ("clip",)), ("holds", "refuted")),
+        ("a", shifted(2, 0.053, ("clip",)), ("holds", "open")),
+        # A difference at the margin.
+        ("a", {**shifted(2, 0.05), **shifted(1, 0.05)}, ("open", "holds")),
+        # Old rollouts decide nothing.
+        ("d", shifted(0, -0.3), ("holds", "holds")),
+    ],
+)
+def test_hypotheses_of_complete_runs(
+    regime: str, shifts: dict[tuple[str, int], float], wanted: tuple[str, str]
+) -> None:
+    contests = [
+        third_analysis.contest(name, rows(name, shifts if name[-1] == regime else None)) for name in third.FORMER
+    ]
+    found = third_analysis.hypotheses(contests)
+    assert tuple(third_analysis.overall(name, found) for name in ("K1", "K2")) == wanted
 
 
-def test_a_start_that_matters_refutes_the_first_hypothesis_only() -> None:
-    """Whichever is worse. The mean over starts is 4 points below the constant rate, which still holds."""
-    assert verdicts(b=shifted(0, -0.08)) == {"K1": "refuted", "K2": "holds"}
-    assert verdicts(b=shifted(0, 0.08)) == {"K1": "refuted", "K2": "holds"}
-
-
-def test_a_target_that_loses_refutes_the_second_hypothesis_only() -> None:
-    assert verdicts(a=shifted(2, 0.08)) == {"K1": "holds", "K2": "refuted"}
-    assert verdicts(a=shifted(2, -0.2)) == {"K1": "holds", "K2": "holds"}  # it may gain
-
-
-def test_one_method_that_loses_refutes_the_second_hypothesis_and_one_that_may_leaves_it_open() -> None:
-    assert verdicts(a=shifted(2, 0.12, ("clip",))) == {"K1": "holds", "K2": "refuted"}
-    assert verdicts(a=shifted(2, 0.053, ("clip",))) == {"K1": "holds", "K2": "open"}
-
-
-def test_a_difference_at_the_margin_is_open() -> None:
-    assert verdicts(a={**shifted(2, 0.05), **shifted(1, 0.05)}) == {"K1": "open", "K2": "holds"}
-
-
-def test_another_model_decides_the_third_hypothesis() -> None:
+def test_hypotheses_of_another_model() -> None:
     for by, verdict in ((0.0, "holds"), (0.3, "refuted")):
         found = third_analysis.contest("third-smollm2", rows("third-smollm2", shifted(1, by)))
         (only,) = third_analysis.hypotheses([found])
@@ -200,11 +182,7 @@ def test_dials_have_the_runs_of_their_regime_in_the_middle() -> None:
     assert {dial.best for dial in third_analysis.dials(found, [])} == {None}
 
 
-def test_old_rollouts_decide_nothing() -> None:
-    assert verdicts(d={**shifted(0, -0.3)}) == {"K1": "holds", "K2": "holds"}
-
-
-def test_everything_is_open_until_the_last_run_is_there() -> None:
+def test_hypotheses_are_open_until_the_last_run_is_there() -> None:
     contests = [third_analysis.contest(name, rows(name)[name == "third-b" :]) for name in third.FORMER]
     found = third_analysis.hypotheses(contests)
     assert [each.verdict for each in found if each.table == "third-b"] == ["open"] * 2
@@ -235,7 +213,7 @@ def second_part(kl: float, power: float) -> second_analysis.Contest:
     return second_analysis.Contest(second.REGIMES["second-a"], {"troll": found})
 
 
-def test_predictions_find_the_rate_of_a_kl_and_the_success_there() -> None:
+def test_predict_finds_the_rate_of_a_kl_and_its_success() -> None:
     found = second_part(kl=0.03, power=1.5)
     assert list(predictions.last_kls("third-a", "troll", found)) == [3e-5, 1e-4, 3e-4]  # without the collapse
     at_the_best = predictions.predict("third-a", "troll", 0.03, found)
@@ -253,13 +231,13 @@ def test_predictions_find_the_rate_of_a_kl_and_the_success_there() -> None:
     assert below is not None and below.success is None and below.rate < 3e-5
 
 
-def test_nothing_is_predicted_without_runs() -> None:
+def test_predict_needs_runs() -> None:
     found = replace(second_part(0.03, 1.5), methods={})
     assert predictions.predict("third-a", "troll", 0.03, found) is None
     assert predictions.losses("third-a", 0.03, found) == dict.fromkeys(METHODS)
 
 
-def test_page_shows_the_third_part_with_and_without_its_runs(tmp_path: Path) -> None:
+def test_page_shows_the_third_part_with_and_without_runs(tmp_path: Path) -> None:
     committed = {name: each for name, each in page.read_tables(DOCS / "results").items() if name in second.REGIMES}
     names = ("size", "hypotheses", "third-b", "third-smollm2", "dial", "predictions", "laws")
     template = " ".join(f"{{{{third {name}}}}}" for name in names)
@@ -271,7 +249,7 @@ def test_page_shows_the_third_part_with_and_without_its_runs(tmp_path: Path) -> 
     assert "| 1.0e-4 to 2.0e-4 |" in text  # the rates of the second half
 
 
-def test_followed_has_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     folder = run_folder(tmp_path / "run", settings={"kl_target": 0.03, "learning_rate": 1e-2})
     monkeypatch.setattr(followed, "RESULT", tmp_path / "followed.json")
     monkeypatch.setattr(sys, "argv", ["followed", str(folder)])
@@ -293,24 +271,6 @@ def test_followed_has_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyP
     assert [np.asarray(each.get_ydata()).tolist() for each in kls.lines] == [line["kl"], line["wanted"]]
 
 
-def test_rates_are_a_column_of_tables_that_have_them(tmp_path: Path) -> None:
-    with_rates, without = rows("third-a")[0], rows("third-a")[-1]
-    for each in ([with_rates, without], [without]):
-        text = table.to_csv(each)
-        assert ("rates" in text.splitlines()[0]) == (len(each) == 2)
-        (tmp_path / "results.csv").write_text(text)
-        assert table.read_csv(tmp_path / "results.csv") == each
-
-
-@pytest.mark.parametrize(("target", "rates"), [(0.03, (1.235e-5, 1e-4)), (None, ())])
-def test_collecting_takes_the_rates_that_follow_a_target(
-    tmp_path: Path, target: float | None, rates: tuple[float, ...]
-) -> None:
-    collect([run_folder(tmp_path / "run", settings={"kl_target": target})], tmp_path / "new.csv", phase="exploratory")
-    (row,) = table.read_csv(tmp_path / "new.csv")
-    assert row.rates == rates and ("kl_target" in dict(row.settings)) == (target is not None)
-
-
 @pytest.fixture
 def rival(monkeypatch: MonkeyPatch) -> type[KLTarget]:
     """The class that the plugin puts in the place of the trainer's, for this test."""
@@ -325,13 +285,13 @@ def rival(monkeypatch: MonkeyPatch) -> type[KLTarget]:
 @pytest.mark.parametrize(
     ("kl", "factor"), [(0.07, 1 / 1.5), (0.059, 1.0), (0.016, 1.0), (0.014, 1.5), (0.0, 1.0), (math.nan, 1.0)]
 )
-def test_rival_moves_the_rate_by_one_factor_outside_a_band(rival: type[KLTarget], kl: float, factor: float) -> None:
+def test_rival_moves_the_rate_outside_a_band(rival: type[KLTarget], kl: float, factor: float) -> None:
     rule = rival(0.03, updates_per_rollout=8, learning_rate=1e-2)
     assert rule.update(0.0, 0) == 1e-4
     assert rule.update(kl, 1) == pytest.approx(1e-4 * factor)
 
 
-def test_a_run_of_the_rival_rule_is_none_of_the_protocols(rival: type[KLTarget]) -> None:
+def test_contest_refuses_runs_of_the_rival_rule(rival: type[KLTarget]) -> None:
     arms = third.arms(third.RIVALS)
     assert [arm.rate for arm in arms] == [1e-6, 1e-2] * 4 and {arm.target for arm in arms} == {third.TARGET}
     run = third_runs.planned_run("third-a", arms[0], 40, rival=True)

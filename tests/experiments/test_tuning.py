@@ -22,7 +22,7 @@ def values(runs: list[PlannedRun], *names: str) -> list[tuple[object, ...]]:
     return [tuple(getattr(run.recipe.training, name) for name in names) for run in runs]
 
 
-def test_the_best_mean_is_chosen_and_of_equal_ones_the_smaller_values() -> None:
+def test_choose_takes_the_best_mean_and_of_equals_the_smaller() -> None:
     tuning = plan("--surrogate", "troll", "clip", "none", *BOUNDS, "--seeds", "3")
     runs = tuning.runs()
     best = [run.name for run in runs if "epsilon=0.3-learning_rate=3e-4" in run.name]
@@ -40,7 +40,7 @@ def test_the_best_mean_is_chosen_and_of_equal_ones_the_smaller_values() -> None:
     assert values(counted[:2], "kl_bound", "epsilon", "learning_rate") == [(0.05, None, 1e-4), (0.05, 0.3, 3e-4)]
 
 
-def test_a_field_with_values_of_its_own_keeps_them_in_the_second_stage() -> None:
+def test_counted_keeps_the_own_values_of_a_tuned_field() -> None:
     tuning = plan("--surrogate", "troll", "none", *BOUNDS, "--learning_rate", "1e-5", "1e-3", "--seeds", "1")
     runs = tuning.runs()
     assert {run.recipe.training.surrogate for run in runs} == {"troll"}, "none has nothing that could be chosen"
@@ -50,13 +50,13 @@ def test_a_field_with_values_of_its_own_keeps_them_in_the_second_stage() -> None
     assert [name for name, _, _ in found] == ["troll", "troll", "none", "none"]
 
 
-def test_a_field_without_values_takes_those_of_its_option() -> None:
+def test_parse_takes_values_from_the_option_of_a_field() -> None:
     one = plan("--tune", "kl_bound=0.1,0.2", "--tuning_seeds", "9")
     other = plan("--tune", "kl_bound", "--kl_bound", "0.1", "0.2", "--tuning_seeds", "9")
     assert one == other
 
 
-def test_recipes_and_other_axes_have_choices_of_their_own() -> None:
+def test_choose_is_made_for_each_recipe_and_other_axis() -> None:
     tuning = plan(
         *("--tune", "kl_bound=0.1,0.2", "--tuning_seeds", "9", "--max_steps", "8", "16"), recipes=("quickstart", "grpo")
     )
@@ -71,32 +71,7 @@ def test_recipes_and_other_axes_have_choices_of_their_own() -> None:
     assert values(tuning.counted(choices), "max_steps", "kl_bound") == [(8, 0.1), (16, 0.1), (8, 0.2), (16, 0.2)]
 
 
-def test_a_recipes_own_grid_can_be_tuned() -> None:
-    tuning = plan(
-        *("--surrogate", "troll", "clip", "--tune", "kl_bound=0.1,0.2", "--tuning_seeds", "9"),
-        recipes=("ablation-kl-bound",),
-    )
-    runs = tuning.runs()
-    counted = tuning.counted(tuning.choose(runs, {run.name: run.recipe.training.kl_bound for run in runs}))
-    assert values(counted, "surrogate", "kl_bound")[0] == ("troll", 0.2)
-    assert len(counted) == 2
-
-
-def test_a_seed_is_not_chosen_on_and_counted() -> None:
-    for seeds in (["--seeds", "10"], ["--seed", "9"]):
-        with pytest.raises(RecipeError, match=r"seed [89] is a tuning seed and a counted one"):
-            plan(*BOUNDS, *seeds).runs()
-    with pytest.raises(RecipeError, match="seed 0 is a tuning seed"):  # the recipe's own
-        plan("--tune", "kl_bound=0.1,0.2", "--tuning_seeds", "0").runs()
-
-
-def test_mistakes_in_either_stage_are_found_first() -> None:
-    with pytest.raises(RecipeError, match="did you mean --kl_bound"):
-        plan("--tune", "kl_bond=0.1,0.2", "--tuning_seeds", "9").runs()
-    with pytest.raises(RecipeError, match="learning_rate"):
-        plan(*BOUNDS, "--learning_rate", "fast", "slow").runs()
-    with pytest.raises(RecipeError, match="--tune learning_rate chooses nothing"):
-        plan("--tune", "learning_rate=1,2", "--tuning_seeds", "9", "--learning_rate", "1e-4", "1e-5").runs()
+ONE = ["--tune", "kl_bound=0.1,0.2", "--tuning_seeds"]
 
 
 @pytest.mark.parametrize(
@@ -108,11 +83,17 @@ def test_mistakes_in_either_stage_are_found_first() -> None:
         (["--tune", "kl_bound", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
         (["--tune", "kl_bound=1,2", "kl-bound=3,4", "--tuning_seeds", "1"], "--tune has kl_bound twice"),
         (["--tune", "seed=1,2", "--tuning_seeds", "1"], "--tune seed: a comparison is over the seeds"),
+        (["--tune", "kl_bond=0.1,0.2", "--tuning_seeds", "9"], "did you mean --kl_bound"),
+        ([*BOUNDS, "--learning_rate", "fast", "slow"], "learning_rate"),
+        (["--tune", "epsilon=1,2", "--tuning_seeds", "9", "--epsilon", "1", "2"], "--tune epsilon chooses nothing"),
+        ([*BOUNDS, "--seeds", "10"], "seed 8 is a tuning seed and a counted one"),
+        ([*BOUNDS, "--seed", "9"], "seed 9 is a tuning seed and a counted one"),
+        ([*ONE, "0"], "seed 0 is a tuning seed"),  # the recipe's own
     ],
 )
-def test_mistakes_in_the_options_are_one_line(options: list[str], message: str) -> None:
+def test_mistakes_in_either_stage_are_named_before_any_run(options: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as raised:
-        plan(*options)
+        plan(*options).runs()
     assert "\n" not in str(raised.value)
 
 
@@ -125,7 +106,7 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(tmp_path, how, console):  # noqa: F811
+def test_tune_compares_methods_with_their_chosen_settings(tmp_path, how, console):  # noqa: F811
     folder = tmp_path / "all"
     command = [*TUNE, "--output_dir", str(folder)]
     how["quickstart-troll-kl_bound=0.01-learning_rate=1e-5-seed=8"] = "reach=0.9"
@@ -162,7 +143,7 @@ def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(tmp_p
         tune(["quickstart"], more, console)
 
 
-def test_a_tuning_that_measures_nothing_is_refused(tmp_path, how, console, monkeypatch):  # noqa: F811
+def test_tune_refuses_runs_that_measure_nothing(tmp_path, how, console, monkeypatch):  # noqa: F811
     monkeypatch.setattr(slots, "WORKER", [*slots.WORKER[:3], WORKER.replace("success_after", "other"), worker.__file__])
     with pytest.raises(RecipeError, match=r"quickstart-clip-.* has no held-out success after training"):
         tune(["quickstart"], [*TUNE, "--output_dir", str(tmp_path / "all")], console)

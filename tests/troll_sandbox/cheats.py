@@ -1,4 +1,7 @@
-"""Programs that try to pass without solving the task `double`: twice the argument, for numbers and lists."""
+"""Programs that try to pass without solving the task `double`: twice the argument, for numbers and lists.
+
+The first line has the verdict on the first of `TESTS` (`programs.py`); none may pass.
+"""
 
 TESTS = [
     "assert double(2) == 4",
@@ -53,7 +56,7 @@ def lying(base: str) -> str:
         f"    __{name}__ = lambda *args: True\n" for name in ["eq", "ne", "lt", "gt", "le", "ge", "contains", "bool"]
     )
     body += "    __hash__ = lambda self: 8\n    __sub__ = __rsub__ = __abs__ = lambda *args: 0.0\n"
-    return f"class Lie({base}):\n{body}def double(x):\n    return Lie()\n"
+    return f"# wrong answer\nclass Lie({base}):\n{body}def double(x):\n    return Lie()\n"
 
 
 #: Tests that pass functions to the program, each with a program that uses them to build an object in the judge that
@@ -61,21 +64,21 @@ def lying(base: str) -> str:
 CALLBACKS = {
     "a class by type": (
         "assert f(2, type) == 4",
-        """
+        """# the tests raised TypeError
 def f(x, kind):
     return kind("X", (), {"__eq__": lambda *_: True})()
 """,
     ),
     "a class by type through map": (
         "assert f(2, type, map) == 4",
-        """
+        """# the tests raised TypeError
 def f(x, kind, over):
     return next(iter(over(kind, ["X"], [()], [{"__eq__": lambda *_: True}])))()
 """,
     ),
     "a class by type through a map of map": (
         "assert f(2, type, map) == 4",
-        """
+        """# the tests raised TypeError
 def f(x, kind, over):
     made = next(next(over(over, [kind], [["X"]], [[()]], [[{"__eq__": lambda *_: True, "__init__": lambda *_: None}]])))
     return next(next(over(over, [made], [[1]])))
@@ -83,14 +86,14 @@ def f(x, kind, over):
     ),
     "a partial of type": (
         "from functools import partial\nassert f(2, partial(type, 'X')) == 4",
-        """
+        """# the tests raised TypeError
 def f(x, kind):
     return kind((), {"__eq__": lambda *_: True})()
 """,
     ),
     "a comparison by setattr": (
         "class Mine:\n    pass\nassert f(lambda: Mine, setattr) == 4",
-        """
+        """# the tests raised TypeError
 def f(mine, change):
     kind = mine()
     change(kind, "__eq__", lambda *_: True)
@@ -99,7 +102,7 @@ def f(mine, change):
     ),
     "the class of mocks": (
         "from unittest.mock import MagicMock\nassert f(2, MagicMock) == 4",
-        """
+        """# the tests raised TypeError
 def f(x, mock):
     made = mock(**{"__eq__.return_value": True})
     return made
@@ -107,18 +110,20 @@ def f(x, mock):
     ),
     "eval": (
         "assert f(2, eval) == 4",
+        "# the tests raised TypeError\n"
         'def f(x, run):\n    return run(\'type("X", (), {"__eq__": lambda *_: True})()\')',
     ),
     "code of the tests by a text": (
         "expected = 4\nassert f(lambda: expected, str.format) == expected",
-        """
+        """# the tests raised TypeError
 def f(own, form):
     return int(form("{0.__globals__[expected]}", own))
 """,
     ),
     "arguments that change between checks": (
         "assert f(2, map, type) == 4",
-        PEER
+        "# the tests raised TypeError\n"
+        + PEER
         + """
 class Changing:
     def __init__(self, *args):
@@ -135,15 +140,18 @@ def f(x, over, kind):
 }
 
 CHEATS = {
-    "an object that is everything": EVERYTHING + "def double(x):\n    return Everything()\n",
-    "a class that is everything": EVERYTHING + "double = Everything()\n",
-    "a metaclass that lies": EVERYTHING + "class Meta(type):\n    __eq__ = __abs__ = __sub__ = lambda *a: 0\n"
+    "an object that is everything": "# raised TypeError\n" + EVERYTHING + "def double(x):\n    return Everything()\n",
+    "a class that is everything": "# raised TypeError\n" + EVERYTHING + "double = Everything()\n",
+    "a metaclass that lies": "# wrong answer\n"
+    + EVERYTHING
+    + "class Meta(type):\n    __eq__ = __abs__ = __sub__ = lambda *a: 0\n"
     "    __hash__ = None\ndef double(x):\n    return Meta('M', (), {})\n",
     **{
         f"a {base} that lies": lying(base)
         for base in ["int", "float", "str", "list", "dict", "set", "tuple", "frozenset", "complex", "bytes"]
     },
-    "patched builtins": NOTHING
+    "patched builtins": "# exited before the tests ended\n"
+    + NOTHING
     + """
 import builtins, math
 for name in dir(builtins):
@@ -154,7 +162,7 @@ for name in dir(builtins):
             pass
 math.isclose = lambda *args, **kwargs: True
 """,
-    "patched modules": """
+    "patched modules": """# wrong answer
 import math, builtins
 abs = len = isinstance = sorted = str = all = lambda *args, **kwargs: 0
 math.isclose = builtins.abs = lambda *args, **kwargs: True
@@ -162,18 +170,18 @@ builtins.AssertionError = type("Never", (Exception,), {})
 def double(x):
     return None
 """,
-    "exit before the tests": "import sys\nsys.exit(0)",
-    "hard exit before the tests": "import os\nos._exit(0)",
-    "exit in the function": "import sys\ndef double(x):\n    sys.exit(0)",
-    "hard exit in the function": "import os\ndef double(x):\n    os._exit(0)",
-    "exit at the end": NOTHING + "import atexit, os\natexit.register(os._exit, 0)",
-    "an exception for every call": "def double(x):\n    raise AssertionError('passed')",
-    "exceptions of every kind": """
+    "exit before the tests": "# raised SystemExit\nimport sys\nsys.exit(0)",
+    "hard exit before the tests": "# exited before the tests ended\nimport os\nos._exit(0)",
+    "exit in the function": "# raised SystemExit\nimport sys\ndef double(x):\n    sys.exit(0)",
+    "hard exit in the function": "# exited before the tests ended\nimport os\ndef double(x):\n    os._exit(0)",
+    "exit at the end": "# wrong answer\n" + NOTHING + "import atexit, os\natexit.register(os._exit, 0)",
+    "an exception for every call": "# raised AssertionError\ndef double(x):\n    raise AssertionError('passed')",
+    "exceptions of every kind": """# the tests raised RuntimeError
 def double(x, kinds=iter((StopIteration, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, RecursionError,
                           BaseExceptionGroup, UnicodeDecodeError, MemoryError, StopAsyncIteration))):
     raise next(kinds)
 """,
-    "an exception that lies": """
+    "an exception that lies": """# exited before the tests ended
 class Lie(Exception):
     remote = "passed"
     __mro__ = ()
@@ -182,9 +190,11 @@ class Lie(Exception):
 def double(x):
     raise Lie
 """,
-    "catching everything": "def double(x):\n    try:\n        x.no\n    except BaseException:\n        return True",
-    "ending every loop": "def double(x):\n    raise StopIteration",
-    "results on all descriptors": NOTHING
+    "catching everything": "# wrong answer\n"
+    "def double(x):\n    try:\n        x.no\n    except BaseException:\n        return True",
+    "ending every loop": "# the tests raised RuntimeError\ndef double(x):\n    raise StopIteration",
+    "results on all descriptors": "# exited before the tests ended\n"
+    + NOTHING
     + """
 import json, os
 lines = b"".join(json.dumps([True, "passed"]).encode() + b"\\n" for _ in range(100))
@@ -194,7 +204,7 @@ for descriptor in range(64):
     except OSError:
         pass
 """,
-    "answers of its own on the channel": """
+    "answers of its own on the channel": """# wrong answer
 import os, sys
 sys.path.insert(0, "/inside")
 import messages
@@ -207,8 +217,8 @@ def double(x):
             pass
     return 0
 """,
-    "closing all descriptors": NOTHING + "import os\nos.closerange(0, 64)",
-    "reading the channel": """
+    "closing all descriptors": "# exited before the tests ended\n" + NOTHING + "import os\nos.closerange(0, 64)",
+    "reading the channel": """# wrong answer
 import os
 def double(x):
     for descriptor in range(64):
@@ -219,7 +229,7 @@ def double(x):
             pass
     return 0
 """,
-    "walking the frames": """
+    "walking the frames": """# wrong answer
 import sys, gc
 def double(x):
     frame = sys._getframe()
@@ -234,7 +244,8 @@ def double(x):
             return thing
     return 0
 """,
-    "a patched encoder": PEER
+    "a patched encoder": "# exited before the tests ended\n"
+    + PEER
     + NOTHING
     + """
 class Any(bytes):
@@ -242,7 +253,8 @@ class Any(bytes):
 peer.encode = messages.encode = lambda value, refer: Any(b"T\\0\\0\\0\\x04exec")
 peer.Peer._refer = lambda self, value: (True, 0)
 """,
-    "code for the judge": PEER
+    "code for the judge": "# exited before the tests ended\n"
+    + PEER
     + """
 names = [b"exec", b"eval", b"type", b"compile", b"open", b"__import__", b"SystemExit", b"object", b"NoneType"]
 def encode(value, refer, calls=[0]):
@@ -253,13 +265,15 @@ def double(x):
     peer.encode = encode
     return 0
 """,
-    "references to the judge's objects": PEER
+    "references to the judge's objects": "# exited before the tests ended\n"
+    + PEER
     + """
 def double(x):
     peer.Peer._refer = lambda self, value: (True, 3)
     return object()
 """,
-    "operations on the judge": PEER
+    "operations on the judge": "# time limit | wrong answer\n"
+    + PEER
     + """
 def double(x):
     for operation in ("get", "set", "call", "run", "name", "has", "item"):
@@ -271,17 +285,19 @@ def double(x):
                     raise
     return 0
 """,
-    "returning itself": "def double(x):\n    return double",
-    "returning its argument": "def double(x):\n    return x",
-    "an endless generator": "def double(x):\n    while True:\n        yield 3",
-    "an endless generator as a function": "import itertools\ndouble = itertools.count().__next__",
-    "a deep result": "def double(x):\n    r = []\n    for _ in range(10**5):\n        r = [r]\n    return r",
-    "a circular result": "def double(x):\n    r = [4]\n    r.append(r)\n    return r",
-    "a wide result": "def double(x):\n    r = [4]\n    for _ in range(150):\n        r = [r, r]\n    return r",
-    "a giant result": "def double(x):\n    return [4] * 10**8",
-    "a giant number": "def double(x):\n    return 1 << 10**8",
-    "colliding keys": "def double(x):\n    return {k * (2**61 - 1): 1 for k in range(1, 10**5)}",
-    "an answer that comes later": """
+    "returning itself": "# wrong answer\ndef double(x):\n    return double",
+    "returning its argument": "# wrong answer\ndef double(x):\n    return x",
+    "an endless generator": "# wrong answer\ndef double(x):\n    while True:\n        yield 3",
+    "an endless generator as a function": "# raised TypeError\nimport itertools\ndouble = itertools.count().__next__",
+    "a deep result": "# raised MessageError\n"
+    "def double(x):\n    r = []\n    for _ in range(10**5):\n        r = [r]\n    return r",
+    "a circular result": "# raised MessageError\ndef double(x):\n    r = [4]\n    r.append(r)\n    return r",
+    "a wide result": "# time limit | memory limit\n"
+    "def double(x):\n    r = [4]\n    for _ in range(150):\n        r = [r, r]\n    return r",
+    "a giant result": "# memory limit | time limit\ndef double(x):\n    return [4] * 10**8",
+    "a giant number": "# wrong answer\ndef double(x):\n    return 1 << 10**8",
+    "colliding keys": "# time limit\ndef double(x):\n    return {k * (2**61 - 1): 1 for k in range(1, 10**5)}",
+    "an answer that comes later": """# wrong answer
 import threading, time
 def later():
     time.sleep(0.3)
@@ -290,20 +306,22 @@ def double(x):
     threading.Thread(target=later).start()
     return 0
 """,
-    "threads that do not end": NOTHING
+    "threads that do not end": "# wrong answer\n"
+    + NOTHING
     + """
 import threading, time
 for _ in range(4):
     threading.Thread(target=time.sleep, args=(100,)).start()
 """,
-    "awaiting": "async def double(x):\n    return 4",
-    "not a number": "def double(x):\n    return float('nan')",
-    "infinite": "def double(x):\n    return float('inf')",
-    "silence": "import time\ndef double(x):\n    time.sleep(1000)",
-    "a loop": "def double(x):\n    while True:\n        pass",
-    "changing the arguments": "def double(x):\n    if isinstance(x, list):\n        x.clear()\n    return x",
-    "taking the name away": "def double(x):\n    global double\n    del double\n    return 0",
-    "garbage": "".join(map(chr, range(1, 128))),
+    "awaiting": "# wrong answer\nasync def double(x):\n    return 4",
+    "not a number": "# wrong answer\ndef double(x):\n    return float('nan')",
+    "infinite": "# wrong answer\ndef double(x):\n    return float('inf')",
+    "silence": "# idle limit\nimport time\ndef double(x):\n    time.sleep(1000)",
+    "a loop": "# time limit\ndef double(x):\n    while True:\n        pass",
+    "changing the arguments": "# wrong answer\n"
+    "def double(x):\n    if isinstance(x, list):\n        x.clear()\n    return x",
+    "taking the name away": "# wrong answer\ndef double(x):\n    global double\n    del double\n    return 0",
+    "garbage": "# raised SyntaxError\n" + "".join(map(chr, range(1, 128))),
 }
 
 #: An object that answers every operator as well; `ANSWER` is its answer.
@@ -339,12 +357,13 @@ class Account:
 
 #: Programs whose objects answer everything, by the answer of their operators.
 ANSWERING_PROGRAMS = {
-    "itself": ANSWERING.replace("ANSWER(self)", "self"),
-    "another": ANSWERING.replace("ANSWER(self)", "Answering()"),
-    "0": ANSWERING.replace("ANSWER(self)", "0"),
-    "0.0": ANSWERING.replace("ANSWER(self)", "0.0"),
-    "nothing": ANSWERING.replace("ANSWER(self)", "set()"),
-    "one of others": ANSWERING.replace("pass\n", "self.made = id(self)\n", 1).replace("ANSWER(self)", "Point()"),
+    "itself": "# the tests raised TypeError\n" + ANSWERING.replace("ANSWER(self)", "self"),
+    "another": "# the tests raised TypeError\n" + ANSWERING.replace("ANSWER(self)", "Answering()"),
+    "0": "# the tests raised TypeError\n" + ANSWERING.replace("ANSWER(self)", "0"),
+    "0.0": "# the tests raised TypeError\n" + ANSWERING.replace("ANSWER(self)", "0.0"),
+    "nothing": "# the tests raised TypeError\n" + ANSWERING.replace("ANSWER(self)", "set()"),
+    "one of others": "# the tests raised TypeError\n"
+    + ANSWERING.replace("pass\n", "self.made = id(self)\n", 1).replace("ANSWER(self)", "Point()"),
 }
 
 #: Tests that ask an object, which an object that only answers must not pass.

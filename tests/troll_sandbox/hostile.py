@@ -1,8 +1,10 @@
 """Programs that attack: each prints "breach" and exits with status 0 if it succeeds, and does neither if it fails.
 
 `$SECRET` is the path of a secret file, `$PORT` a port on which the user's process listens, and `$ABSTRACT` the name of
-its abstract Unix socket. TROLL_SECRET is in the user's environment.
+its abstract Unix socket. TROLL_SECRET is in the user's environment. The first line has the verdict (`programs.py`).
 """
+
+from tests.troll_sandbox.programs import without_verdict
 
 #: Tries to cancel the signal that ends it with its parent, and closes all descriptors.
 OUTLIVING = """
@@ -14,14 +16,14 @@ os.closerange(3, 64)
 
 #: Attacks on the machine: its processes, memory and disk.
 ON_THE_MACHINE = {
-    "fork bomb": "refused(*[os.fork] * 20)\nos.abort()",
-    "process by system call": """
+    "fork bomb": "# killed by signal 6\nrefused(*[os.fork] * 20)\nos.abort()",
+    "process by system call": """# wrong answer
 numbers = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}[os.uname().machine]
 for number in numbers:
     if libc.syscall(number, 17, 0, 0, 0, 0) >= 0:
         breach(number)
 """,
-    "running a program": """
+    "running a program": """# wrong answer
 import subprocess
 refused(
     lambda: subprocess.run(["/usr/bin/true"]),
@@ -31,7 +33,7 @@ refused(
     errors=(OSError, ZeroDivisionError),
 )
 """,
-    "thread bomb": """
+    "thread bomb": """# wrong answer | thread limit
 threading.stack_size(32768)
 count = 0
 try:
@@ -43,14 +45,14 @@ except (RuntimeError, MemoryError):
 if count > 50000:
     breach()
 """,
-    "memory bomb": """
+    "memory bomb": """# memory limit
 blocks = []
 while True:
     blocks.append(bytearray(b"x") * (1 << 24))
     if len(blocks) > 64:
         breach()
 """,
-    "memory bomb in threads": """
+    "memory bomb in threads": """# wrong answer | memory limit
 def grow():
     blocks = []
     while True:
@@ -60,7 +62,7 @@ def grow():
 for _ in range(8):
     threading.Thread(target=grow).start()
 """,
-    "memory in files without a name": """
+    "memory in files without a name": """# wrong answer
 total = 0
 for index in range(1000):
     try:
@@ -71,12 +73,12 @@ for index in range(1000):
 if total:
     breach()
 """,
-    "memory in shared segments": """
+    "memory in shared segments": """# wrong answer
 for _ in range(64):
     if libc.shmget(0, 1 << 26, 0o1600) >= 0:
         breach()
 """,
-    "disk filler": """
+    "disk filler": """# killed by signal 6 | time limit
 for folder in ("/tmp", "/dev/shm", "/dev", "/", "/usr", "/inside", "/run", "/var/tmp"):
     written = 0
     for index in range(100):
@@ -90,7 +92,7 @@ for folder in ("/tmp", "/dev/shm", "/dev", "/", "/usr", "/inside", "/run", "/var
         breach(folder)
 os.abort()
 """,
-    "many files": """
+    "many files": """# raised OSError | time limit
 os.mkdir("d")
 count = 0
 while True:
@@ -99,18 +101,18 @@ while True:
     if count > 1000000:
         breach()
 """,
-    "deep folders": "while True:\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)",
-    "endless output": "while True: os.write(1, b'x' * 65536)",
-    "endless output that catches every exception": """
+    "deep folders": "# raised OSError | time limit\nwhile True:\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)",
+    "endless output": "# output limit\nwhile True: os.write(1, b'x' * 65536)",
+    "endless output that catches every exception": """# time limit | output limit
 while True:
     try:
         print("x" * 65536)
     except BaseException:
         pass
 """,
-    "endless errors": "while True: os.write(2, b'x' * 65536)",
-    "sparse output": "os.ftruncate(1, 1 << 40)\nbreach()",
-    "inode bomb": """
+    "endless errors": "# raised x | output limit\nwhile True: os.write(2, b'x' * 65536)",
+    "sparse output": "# raised OSError\nos.ftruncate(1, 1 << 40)\nbreach()",
+    "inode bomb": """# killed by signal 6 | time limit
 count = 0
 def bomb(make):
     global count
@@ -128,7 +130,7 @@ bomb(lambda name: os.link("0", name) if count else open("0", "w").close())
 bomb(lambda name: open(name, "w").close())
 os.abort()
 """,
-    "sync storm": """
+    "sync storm": """# time limit | idle limit
 descriptors = [os.open(path, os.O_RDONLY) for path in (os.__file__, "/inside", "/tmp")]
 while True:
     os.sync()
@@ -136,7 +138,7 @@ while True:
         os.fsync(descriptor)
         os.fdatasync(descriptor)
 """,
-    "dropping cached pages of others": """
+    "dropping cached pages of others": """# wrong answer
 file = os.open(os.__file__, os.O_RDONLY)
 refused(
     lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED),
@@ -146,12 +148,12 @@ refused(
 if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
     breach()
 """,
-    "huge pages of the shared stock": """
+    "huge pages of the shared stock": """# wrong answer
 for size in (1 << 21, 1 << 30):
     refused(lambda: mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000), number=1)
 """,
-    "big pipes": "refused(*[lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)] * 20)",
-    "queued signals": """
+    "big pipes": "# wrong answer\nrefused(*[lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)] * 20)",
+    "queued signals": """# killed by signal 6
 signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 sent = 0
 try:
@@ -164,7 +166,7 @@ except OSError:
     pass
 os.abort()
 """,
-    "descriptors in flight": """
+    "descriptors in flight": """# wrong answer
 import array
 a, b = socket.socketpair()
 try:
@@ -174,12 +176,12 @@ try:
 except OSError:
     pass
 """,
-    "timers without end": """
+    "timers without end": """# wrong answer
 for _ in range(100000):
     if libc.timer_create(0, None, ctypes.byref(ctypes.c_void_p())) == 0:
         breach()
 """,
-    "page tables": """
+    "page tables": """# time limit | memory limit
 blocks = []
 try:
     while True:
@@ -191,7 +193,7 @@ except (OSError, MemoryError):
 while True:
     pass
 """,
-    "threads that compute": """
+    "threads that compute": """# time limit | thread limit
 import hashlib
 def loop():
     while True:
@@ -199,19 +201,20 @@ def loop():
 for _ in range(30):
     threading.Thread(target=loop).start()
 """,
-    "busy loop": "while True: pass",
-    "endless sleep": "time.sleep(10 ** 6)",
-    "short sleeps": "while True: time.sleep(0.05)",
-    "waiting for a lock": "lock = threading.Lock()\nlock.acquire()\nlock.acquire()",
-    "stopping itself": "os.kill(os.getpid(), signal.SIGSTOP)\nsignal.pause()",
-    "huge number": "print(len(str(7 ** (10 ** 8))))",
-    "huge power in the compiler": "x = " + "**".join(["9"] * 50),
-    "huge text in the compiler": 'x = "a" * 10**9\nprint(len(x))\nx = ("a" * 4000) * 10**9',
-    "nested source": "x = " + "(" * 100000 + ")" * 100000,
-    "nested unary operators": "x = " + "-" * 1000000 + "1",
-    "long source": "x = [" + "1," * 3000000 + "]",
-    "crash": "ctypes.string_at(0)",
-    "deep recursion": """
+    "busy loop": "# time limit\nwhile True: pass",
+    "endless sleep": "# idle limit\ntime.sleep(10 ** 6)",
+    "short sleeps": "# idle limit\nwhile True: time.sleep(0.05)",
+    "waiting for a lock": "# idle limit\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
+    "stopping itself": "# idle limit\nos.kill(os.getpid(), signal.SIGSTOP)\nsignal.pause()",
+    "huge number": "# time limit | memory limit\nprint(len(str(7 ** (10 ** 8))))",
+    "huge power in the compiler": "# time limit | memory limit\nx = " + "**".join(["9"] * 50),
+    "huge text in the compiler": "# memory limit | time limit\n"
+    'x = "a" * 10**9\nprint(len(x))\nx = ("a" * 4000) * 10**9',
+    "nested source": "# raised SyntaxError | memory limit | raised MemoryError\nx = " + "(" * 100000 + ")" * 100000,
+    "nested unary operators": "# memory limit | raised | time limit\nx = " + "-" * 1000000 + "1",
+    "long source": "# memory limit | time limit\nx = [" + "1," * 3000000 + "]",
+    "crash": "# killed by signal 11\nctypes.string_at(0)",
+    "deep recursion": """# time limit | memory limit | killed by signal 11
 sys.setrecursionlimit(10 ** 9)
 class A:
     def __repr__(self):
@@ -222,7 +225,7 @@ repr(A())
 
 #: Attacks on the user: files, environment, network, processes.
 ON_THE_USER = {
-    "changing attributes of devices": """
+    "changing attributes of devices": """# wrong answer
 for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
     file = os.open(device, os.O_RDONLY)
     refused(
@@ -245,7 +248,7 @@ for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
         if libc.syscall(number, -100, device.encode(), 0o666, 0) >= 0:
             breach(number, device)
 """,
-    "reading files": """
+    "reading files": """# wrong answer
 import glob
 wanted = ["$SECRET", "/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ",
           "/proc/1/mem", "/proc/self/root/etc/passwd", "/sys/kernel/hostname", "/dev/mem", "/dev/sda", "/dev/tty"]
@@ -258,7 +261,7 @@ for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run
     if set(names) - {".pyenv"}:
         breach(folder, names)
 """,
-    "leases and watches": """
+    "leases and watches": """# wrong answer
 open("own", "w").close()
 paths = ["own", "/tmp", "/", "/usr", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
 attempts = [(fcntl.F_SETLEASE, kind) for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)]
@@ -269,7 +272,7 @@ for path in paths:
     for command, argument in attempts:
         refused(lambda: fcntl.fcntl(file, command, argument), number=errno.EPERM)
 """,
-    "exclusive locks": """
+    "exclusive locks": """# wrong answer
 paths = ["/tmp", "/", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
 for path in paths:
     file = os.open(path, os.O_RDONLY)
@@ -277,7 +280,7 @@ for path in paths:
         refused(lambda: fcntl.flock(file, operation), number=errno.EPERM)
         refused(lambda: fcntl.lockf(file, operation))
 """,
-    "limits of the parent": """
+    "limits of the parent": """# wrong answer
 for pid in (1, os.getppid(), os.getpid()):
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU):
         refused(lambda: resource.prlimit(pid, limit, (0, 0)))
@@ -288,7 +291,7 @@ refused(
     lambda: os.setpriority(os.PRIO_USER, 0, 19),
 )
 """,
-    "writing to the input": """
+    "writing to the input": """# wrong answer
 refused(
     lambda: open("/dev/stdin", "r+"),
     lambda: open("/input/input", "ab"),
@@ -303,12 +306,12 @@ refused(
     lambda: os.unlink("/dev/stdin"),
 )
 """,
-    "becoming another user": """
+    "becoming another user": """# wrong answer
 refused(lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0]))
 if libc.mount(b"none", b"/input", b"tmpfs", 0, None) == 0 or os.getuid() == 0:
     breach()
 """,
-    "reading the environment": """
+    "reading the environment": """# wrong answer
 libc.getenv.restype = ctypes.c_char_p
 if "TROLL_SECRET" in os.environ or libc.getenv(b"TROLL_SECRET"):
     breach()
@@ -317,7 +320,7 @@ for key in os.environ:
                    "PYTHONUTF8", "PYTHONPATH", "PWD", "LC_CTYPE"):
         breach(key)
 """,
-    "sockets": """
+    "sockets": """# wrong answer
 attempts = [
     (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", $PORT)),
     (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", $PORT)),
@@ -334,7 +337,7 @@ for attempt in attempts:
 for family in (40, 38, 16, 17):  # virtual machines, cryptography, netlink, packets
     refused(lambda: socket.socket(family, socket.SOCK_STREAM))
 """,
-    "killing the parent": """
+    "killing the parent": """# killed by signal 15
 for pid in (os.getppid(), 1, -1, 0):
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
         try:
@@ -342,10 +345,11 @@ for pid in (os.getppid(), 1, -1, 0):
         except OSError:
             pass
 """,
-    "killing all others": "os.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nraise SystemExit(1)",
-    "interrupting the parent": "os.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
-    "daemonising": "refused(os.setsid, os.fork, os.setsid, os.fork)\nwhile True: pass",
-    "nested namespaces": """
+    "killing all others": "# raised PermissionError\n"
+    "os.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nraise SystemExit(1)",
+    "interrupting the parent": "# wrong answer\nos.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
+    "daemonising": "# time limit\nrefused(os.setsid, os.fork, os.setsid, os.fork)\nwhile True: pass",
+    "nested namespaces": """# wrong answer
 for flags in (0x10000000, 0x00020000, 0x10020000, 0x40000000, 0x20000000):
     if libc.unshare(flags) == 0:
         breach(hex(flags))
@@ -354,13 +358,14 @@ if libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0 or libc.umount2(b"/tmp",
 if libc.chroot(b"/tmp") == 0:
     breach("chroot")
 """,
-    "newer and foreign system calls": """
+    "newer and foreign system calls": """# wrong answer
 for number in list(range(424, 434)) + [438, 440, 442, 443, 447, 448, *range(451, 480)]:
     if libc.syscall(number, 0, 0, 0, 0, 0, 0) >= 0:
         breach(number)
 """,
-    "system calls of another architecture": "if libc.syscall(0x40000000 + 39) > 0: breach()",
-    "tracing the runner": """
+    "system calls of another architecture": "# killed by signal 31 | wrong answer\n"
+    "if libc.syscall(0x40000000 + 39) > 0: breach()",
+    "tracing the runner": """# wrong answer
 buffer = ctypes.create_string_buffer(16)
 class Vector(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
@@ -372,7 +377,7 @@ for pid in (os.getppid(), 1, os.getpid()):
         breach("memory", pid)
     refused(lambda: open(f"/proc/{pid}/mem", "r+b"))
 """,
-    "raising limits": """
+    "raising limits": """# wrong answer
 for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
     limit = getattr(resource, name)
     try:
@@ -383,7 +388,7 @@ for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT
         refused(lambda: resource.setrlimit(limit, (value, value)), errors=(ValueError, OSError))
 refused(lambda: os.nice(-5))
 """,
-    "writing to read-only places": """
+    "writing to read-only places": """# wrong answer
 import glob
 for path in ["/inside/stdio.py", "/inside/x", "/usr/x", "/x", "/dev/x", os.__file__, sys.executable, "/etc/x",
              *glob.glob("/packages/*/x")]:
@@ -392,7 +397,7 @@ for path in ["/inside/stdio.py", "/inside/x", "/usr/x", "/x", "/dev/x", os.__fil
 for path in ("/tmp", "/inside", "/usr", "/"):
     refused(lambda: os.rename(path, path.rstrip("/") + "_moved"), lambda: os.rmdir(path))
 """,
-    "symbolic links": """
+    "symbolic links": """# wrong answer
 for index, target in enumerate(("$SECRET", "/etc/passwd", "/proc/self/environ", "../../../../../etc/passwd")):
     os.symlink(target, f"link{index}")
     refused(lambda: open(f"link{index}", "r+b"))
@@ -404,11 +409,11 @@ os.chdir("root")
 
 #: Attacks on the checker.
 ON_THE_CHECKER = {
-    "outliving everything": OUTLIVING + "time.sleep(1000)",
-    "os._exit(0)": "os._exit(0)",
-    "sys.exit(0)": "sys.exit(0)",
-    "exit in a finaliser": "import atexit\natexit.register(os._exit, 0)\nraise ValueError",
-    "ending by SIGKILL": """
+    "outliving everything": "# idle limit\n" + OUTLIVING + "time.sleep(1000)",
+    "os._exit(0)": "# wrong answer\nos._exit(0)",
+    "sys.exit(0)": "# wrong answer\nsys.exit(0)",
+    "exit in a finaliser": "# wrong answer\nimport atexit\natexit.register(os._exit, 0)\nraise ValueError",
+    "ending by SIGKILL": """# wrong answer
 refused(
     lambda: os.kill(os.getpid(), signal.SIGKILL),
     lambda: os.kill(0, signal.SIGKILL),
@@ -416,7 +421,7 @@ refused(
     lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
 )
 """,
-    "ending by its limit on CPU time": """
+    "ending by its limit on CPU time": """# wrong answer
 def system_call():
     if libc.setrlimit(0, (ctypes.c_ulong * 2)(1, 1)):
         raise OSError
@@ -427,9 +432,9 @@ refused(
     errors=(OSError, ValueError),
 )
 """,
-    "escapes in a reason": "raise ValueError('\\x1b[2J\\x07\\ud800\\u202e')",
-    "success by signal": "os.kill(os.getpid(), signal.SIGTERM)",
-    "catching everything": """
+    "escapes in a reason": "# raised ValueError\nraise ValueError('\\x1b[2J\\x07\\ud800\\u202e')",
+    "success by signal": "# killed by signal 15\nos.kill(os.getpid(), signal.SIGTERM)",
+    "catching everything": """# time limit
 def again(*_):
     pass
 for number in range(1, 65):
@@ -447,7 +452,7 @@ def forever():
             pass
 forever()
 """,
-    "overwriting builtins": """
+    "overwriting builtins": """# wrong answer
 import builtins, io
 class Equal(str):
     def __eq__(self, other):
@@ -462,7 +467,7 @@ sys.stdout.write = sys.stdout.flush = lambda *_: 0
 sys.stdout = sys.__stdout__ = io.StringIO("breach")
 os.write = os._exit = os.wait4 = os.waitpid = os.pread = os.fstat = lambda *_: Equal()
 """,
-    "searching memory": """
+    "searching memory": """# wrong answer
 import gc
 frame = sys._getframe()
 while frame:
@@ -486,7 +491,7 @@ for name, module in list(sys.modules.items()):
                 except (AttributeError, TypeError):
                     pass
 """,
-    "reading other tests": """
+    "reading other tests": """# wrong answer
 for number in range(256):
     for step in (lambda: os.lseek(number, 0, 0), lambda: None):
         try:
@@ -503,7 +508,7 @@ for number in range(256):
         except OSError:
             pass
 """,
-    "fake marker": """
+    "fake marker": """# wrong answer
 import json
 for number in range(65):
     for marker in (
@@ -517,7 +522,7 @@ for number in range(65):
         except OSError:
             pass
 """,
-    "fake marker and no end": """
+    "fake marker and no end": """# time limit
 for number in range(65):
     try:
         os.write(number, struct.pack("<5q", 0, 0, 1, 6, 0) + b"breach")
@@ -526,9 +531,9 @@ for number in range(65):
 while True:
     pass
 """,
-    "closing everything": "os.closerange(0, 256)",
-    "closing everything and staying": "os.closerange(0, 256)\nwhile True: pass",
-    "duplicating descriptors": """
+    "closing everything": "# wrong answer\nos.closerange(0, 256)",
+    "closing everything and staying": "# time limit\nos.closerange(0, 256)\nwhile True: pass",
+    "duplicating descriptors": """# raised OSError
 for number in range(3, 64):
     try:
         os.dup2(1, number)
@@ -539,11 +544,11 @@ os.close(1)
 while True:
     os.dup(2)
 """,
-    "output that is not text": "sys.stdout.buffer.write(bytes(range(256)) * 1000)",
-    "empty": "",
-    "zero byte": "\0",
-    "lone surrogate": "print('\ud800')",
-    "prose instead of a program": "Sure! Here is the code you asked for.",
+    "output that is not text": "# wrong answer\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
+    "empty": "# wrong answer\n",
+    "zero byte": "# raised SyntaxError\n\0",
+    "lone surrogate": "# raised SyntaxError\nprint('\ud800')",
+    "prose instead of a program": "# raised SyntaxError\nSure! Here is the code you asked for.",
 }
 
 #: What stands in front of every attack; `refused` tries what must fail, with an error of these classes and this number.
@@ -566,7 +571,9 @@ def breach(*what, write=__import__("os").write, leave=__import__("os")._exit):
     leave(0)
 """
 
+#: With their verdicts.
+PROGRAMS = {**ON_THE_MACHINE, **ON_THE_USER, **ON_THE_CHECKER}
 HOSTILE = {
     name: source and _BREACH + PRELUDE + source
-    for name, source in {**ON_THE_MACHINE, **ON_THE_USER, **ON_THE_CHECKER}.items()
+    for name, source in ((name, without_verdict(text)) for name, text in PROGRAMS.items())
 }

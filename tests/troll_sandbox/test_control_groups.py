@@ -85,7 +85,7 @@ def test_group_does_not_use_an_existing_folder(tmp_path: Path, monkeypatch: pyte
     assert MemoryGroup(tmp_path, 1).path == tmp_path / names[1]
 
 
-def test_remove_includes_groups_that_are_given_back_meanwhile(tmp_path: Path) -> None:
+def test_remove_includes_groups_given_back_meanwhile(tmp_path: Path) -> None:
     """Daemon threads may give groups back while the process ends."""
     groups = [tmp_path / "first"]
     for name in ("first", "second"):
@@ -113,7 +113,7 @@ def sandbox() -> Iterator[LocalSandbox]:
 
 
 @pytest.mark.needs_bubblewrap
-def test_sandbox_beyond_its_bound_is_killed_without_its_neighbours(place: Path, sandbox: LocalSandbox) -> None:
+def test_sandbox_beyond_its_bound_is_killed_alone(place: Path, sandbox: LocalSandbox) -> None:
     large = "x = b'x' * (300 << 20)\nprint(len(x) >> 20)\ndef f(): return 3"
     small = "x = b'x' * (30 << 20)\nprint(300)\ndef f(): return 3"
     stream = StreamTests(("", ""), ("300\n", "300\n"))
@@ -168,7 +168,7 @@ def test_groups_folder_removes_groups_without_owner(root: Path) -> None:
     assert {path.name for path in groups.iterdir()} == {"troll-18-0", "other-17"}
 
 
-def test_groups_folder_kills_what_a_killed_parent_has_left(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_folder_kills_what_a_parent_has_left(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"]) as left, subprocess.Popen(["true"]) as gone:
         gone.wait()
         with monkeypatch.context() as patch:

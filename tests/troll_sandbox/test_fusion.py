@@ -24,15 +24,8 @@ from troll_sandbox.fusion import SandboxFusion
 from troll_sandbox.limits import MEBIBYTE, PASSED, Limits, Outcome
 
 #: Fields and types of a request in the server's own model.
-REQUEST = {
-    "run_timeout": float,
-    "memory_limit_MB": int,
-    "code": str,
-    "stdin": str,
-    "language": str,
-    "files": dict,
-    "fetch_files": list,
-}
+REQUEST = {"run_timeout": float, "memory_limit_MB": int, "code": str, "stdin": str, "language": str}
+REQUEST |= {"files": dict, "fetch_files": list}
 
 DOUBLE = {"asserts": ["assert double(2) == 4", "assert double(3) == 6", "assert double(0) == 0"]}
 SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
@@ -158,6 +151,7 @@ def nested(depth: int) -> Any:
     return value
 
 
+LATE = "import os\ndef double(x):\n    if x == 3: os._exit(0)\n    return 2 * x"
 CALLS = {"function": "f", "inputs": [[1, 2], [{"1": 2}]], "outputs": [[3, 4], [[2]]]}
 KEYS = {"function": "f", "inputs": [[[{"1": 2}]]], "outputs": [[{"a": {"3": [4]}}]]}
 DEEP = {"function": "f", "inputs": [[nested(700)]], "outputs": [nested(700)]}
@@ -179,34 +173,30 @@ CHECK = {"check": "def check(c): assert c(1) == two", "entry_point": "f", "setup
         ("def f(x): return x", DEEP, [True]),
         (FUTURE + "def double(x): return 2 * A(x).x", DOUBLE, [True] * 3),
         ("def f(x): return x + 1", CHECK, [True]),
-        ("def f(x): return x", {**CHECK, "setup": "1 / 0"}, ["raised ZeroDivisionError: division by zero"]),
+        ("def double(x:", DOUBLE, ["raised SyntaxError"] * 3),
+        ("import os; os._exit(0)", DOUBLE, ["exited before the tests ended"] * 3),
+        ("import os; os._exit(3)", DOUBLE, ["exit status 3"] * 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", DOUBLE, ["killed by signal 11"] * 3),
+        ("while True: pass", DOUBLE, ["time limit"] * 3),
+        (LATE, DOUBLE, [True, *["exited before the tests ended"] * 2]),
     ],
-    ids=["wrong", "raising", "lists", "method", "keys", "names", "deep", "annotations", "check", "setup"],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_fusion_calls_functions(sandbox, program, tests, wanted):
-    assert outcomes_of(sandbox, program, tests) == wanted
+    found = outcomes_of(sandbox, program, tests)
+    assert len(found) == len(wanted) and all(map(is_like, found, wanted)), found
+    stopped = outcomes_of(sandbox, program, tests, stop=True)
+    end = next((number for number, each in enumerate(wanted, 1) if each is not True), len(wanted))
+    assert all(map(is_like, stopped, wanted[:end])) and stopped[end:] == ["not run"] * (len(wanted) - end)
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("def double(x:", "raised SyntaxError"),
-        ("import nowhere", "raised ModuleNotFoundError"),
-        ("import os; os._exit(0)", "exited before the tests ended"),
-        ("import os; os._exit(3)", "exit status 3"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11"),
-        ("import sys; sys.exit(0)", "raised SystemExit"),
-        ("while True: pass", "time limit"),
-        ("raise MemoryError", "memory limit"),
-        ("print('{\"mark\": 1}')", "raised NameError"),
-        ("x = '\ud800'", "the program is not text"),
-    ],
-)
-def test_fusion_reports_why_a_program_fails(sandbox, program, reason):
-    found = outcomes_of(sandbox, program, DOUBLE)
-    assert len(found) == 3 and all(str(each).startswith(reason) for each in found), found
-    stopped = outcomes_of(sandbox, program, DOUBLE, stop=True)
-    assert str(stopped[0]).startswith(reason)
+def is_like(found: bool | str, wanted: bool | str) -> bool:
+    return str(found).startswith(str(wanted))
+
+
+def test_fusion_refuses_a_program_that_is_not_text(server, sandbox):
+    assert outcomes_of(sandbox, "x = '\ud800'", DOUBLE) == ["the program is not text"] * 3
+    assert not server.requests
 
 
 def test_fusion_survives_a_forged_report(sandbox):
@@ -234,17 +224,10 @@ def test_fusion_hides_the_script_from_the_module_main(sandbox):
 
 
 @pytest.mark.parametrize("change", ["sys.modules.clear()", "sys.modules['values'] = type('', (), {'check': print})"])
-def test_fusion_compares_correctly_after_a_program_changes_modules(sandbox, change):
+def test_fusion_compares_after_a_program_changes_modules(sandbox, change):
     calls = {"function": "f", "inputs": [[2], [3]], "outputs": [[4], [6]]}
     program = f"import sys\n{change}\ndef f(x): return 2 * x if x < 3 else 7"
     assert outcomes_of(sandbox, program, calls) == [True, "wrong answer"]
-
-
-def test_fusion_counts_tests_passed_before_the_program_ended(sandbox):
-    late = "import os\ndef double(x):\n    if x == 3: os._exit(0)\n    return 2 * x"
-    assert outcomes_of(sandbox, late, DOUBLE) == [True, *["exited before the tests ended"] * 2]
-    slow = "def double(x):\n    while x == 3: pass\n    return 2 * x"
-    assert outcomes_of(sandbox, slow, DOUBLE, stop=True) == [True, "time limit", "not run"]
 
 
 def test_fusion_has_one_wall_time_for_all_tests(server, sandbox):
@@ -258,25 +241,22 @@ def test_fusion_has_one_wall_time_for_all_tests(server, sandbox):
 
 BROKEN = {"status": "Error", "execution_time": None, "return_code": None, "stdout": None, "stderr": "no fork"}
 
+NO_FORK = json.dumps(answered("SandboxError", message="no fork", run_result=BROKEN)).encode()
+
 FAILURES = [
     ((500, b'{"detail": "boom"}'), "HTTP 500"),
-    ((502, b"<html>"), "HTTP 502"),
-    ((504, b""), "HTTP 504"),
     ((429, b""), "HTTP 429"),
+    ((422, b"{}"), "HTTP 422"),
     (None, "closed|reset|Remote end"),
     ((200, b"<html>hello</html>"), "not in SandboxFusion's form"),
     ((200, b"[]"), "not in SandboxFusion's form"),
-    ((200, b'{"status": "Success"'), "not in SandboxFusion's form"),
     ((200, json.dumps(answered("Success")).encode()), "not in SandboxFusion's form"),
-    (
-        (200, json.dumps(answered("SandboxError", message="no fork", run_result=BROKEN)).encode()),
-        "SandboxError: no fork",
-    ),
+    ((200, NO_FORK), "SandboxError: no fork"),
 ]
 
 
 @pytest.mark.parametrize(("answer", "cause"), FAILURES, ids=lambda value: str(value)[:20])
-def test_executor_tries_again_after_a_failure_of_the_server(server, sandbox, answer, cause):
+def test_executor_tries_again_after_a_failed_request(server, sandbox, answer, cause):
     server.answers += [answer] * 2
     with closing(Executor(lambda: (sandbox, None), LIMITS, workers=1)) as executor:
         assert executor.run([Job(ADD, parse_tests(json.dumps(SUM)), False)]) == [[PASSED] * 3]
@@ -285,7 +265,7 @@ def test_executor_tries_again_after_a_failure_of_the_server(server, sandbox, ans
         outcomes_of(sandbox, ADD, SUM)
 
 
-def test_executor_keeps_runs_that_ended_before_the_server_failed(server, sandbox, monkeypatch):
+def test_executor_keeps_runs_that_ended_before_a_failure(server, sandbox, monkeypatch):
     ran, run_one = [], sandbox._run
 
     def run_then_fail(code: str, stdin: str, *limits: Any) -> Any:
@@ -299,13 +279,6 @@ def test_executor_keeps_runs_that_ended_before_the_server_failed(server, sandbox
         assert executor.run([Job(ADD, parse_tests(json.dumps(SUM)), False)]) == [[PASSED] * 3]
     first, second, third = SUM["inputs"]
     assert ran == [first, second, second, third]
-
-
-def test_fusion_raises_the_reason_of_a_refused_request(server, sandbox):
-    server.answers += [(422, b"{}")]
-    with pytest.raises(SandboxError, match="HTTP 422"):
-        outcomes_of(sandbox, ADD, SUM)
-    assert len(server.requests) == 1
 
 
 def test_fusion_raises_if_the_server_never_answers(server, sandbox, monkeypatch):

@@ -98,13 +98,7 @@ def test_tests_of_a_program_share_one_gvisor_sandbox(sandbox: GVisor) -> None:
     program = "a, b = map(int, input().split())\nif a == 5: open('left', 'w')\nprint(a + b)"
     outcomes = run_stdio(sandbox, program, ["1 2", "5 5", "3 4"], ["3", "9", "7"], LIMITS)
     assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "passed"]
-
-
-@pytest.mark.needs_bubblewrap
-def test_gvisor_measures_no_cpu_time_that_could_be_paid_for(sandbox: GVisor, grader: CodeGrader) -> None:
-    assert [outcome.cpu_seconds for outcome in run_stdio(sandbox, "print(3)", [""], ["3"], LIMITS)] == [None]
-    [verdict] = grader.grade(["def f(): return 3"], tests=[json.dumps({"asserts": ["assert f() == 3"]})])
-    assert verdict.success and verdict.cpu_seconds is None
+    assert {outcome.cpu_seconds for outcome in outcomes} == {None}
 
 
 def test_gvisor_contains_attacks(sandbox: GVisor) -> None:
@@ -114,21 +108,24 @@ def test_gvisor_contains_attacks(sandbox: GVisor) -> None:
     wait_until_gone(str(sandbox._folder))
 
 
+#: Programs whose functions are called, their scores, and whether program and tests share a process.
+FUNCTIONS = (
+    ("def f(x): return [2 * x]", 1.0, False),
+    ("class Any:\n    def __eq__(self, other): return True\ndef f(x): return Any()", 0.0, False),
+    ("def f(x):\n    while x == 'a': pass\n    return [2 * x]", 0.5, False),
+    ("import os\ndef f(x): os._exit(0)", 0.0, False),
+    ("def f(x): return [x + x]", 1.0, True),
+    ("def f(x): return x", 0.0, True),
+)
+
+
 @pytest.mark.needs_bubblewrap
 def test_code_grader_judges_functions_outside_gvisor(grader: CodeGrader) -> None:
-    tests: list[dict[str, object]] = [{"asserts": ["assert f(2) == [4]", "assert f('a') == ['aa']"]}] * 4
-    tests += [{**tests[0], "plain": True}] * 2
-    programs = [
-        "def f(x): return [2 * x]",
-        "class Any:\n    def __eq__(self, other): return True\ndef f(x): return Any()",
-        "def f(x):\n    while x == 'a': pass\n    return [2 * x]",
-        "import os\ndef f(x): os._exit(0)",
-        "def f(x): return [x + x]",
-        "def f(x): return x",
-    ]
-    verdicts = grader.grade(programs, tests=list(map(json.dumps, tests)))
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.5, 0.0, 1.0, 0.0]
-    assert verdicts[2].reason == "time limit"
+    tests = {"asserts": ["assert f(2) == [4]", "assert f('a') == ['aa']"]}
+    programs, scores, plain = zip(*FUNCTIONS, strict=True)
+    verdicts = grader.grade(programs, tests=[json.dumps({**tests, "plain": each}) for each in plain])
+    assert tuple(verdict.score for verdict in verdicts) == scores
+    assert {verdict.cpu_seconds for verdict in verdicts} == {None}  # nobody could be paid for it
 
 
 def test_packages_can_be_imported_but_not_changed(sandbox: GVisor, tmp_path: Path) -> None:
@@ -153,16 +150,13 @@ def test_sandbox_ends_with_the_parent(sandbox: GVisor, number: signal.Signals) -
     subprocess.run(["rm", "-rf", folder], check=True)
 
 
-def test_gvisor_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gvisor_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt install runsc"):
         CodeGrader(sandbox="gvisor", workers=1)
     (tmp_path / "runsc").touch(0o755)
     with pytest.raises(SandboxError, match="install util-linux"):
         GVisor()
-
-
-def test_gvisor_says_why_containers_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_program(tmp_path, "runsc", "echo 'cannot set up namespaces' >&2; exit 128", monkeypatch)
-    with pytest.raises(SandboxError, match=r"gVisor does not start \(cannot set up namespaces\): see docs/sandbox.md"):
+    with pytest.raises(SandboxError, match=r"does not start \(cannot set up namespaces\): see docs/sandbox.md"):
         GVisor()

@@ -1,10 +1,13 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, repeat
+from pathlib import Path
 
 import pytest
 
@@ -53,13 +56,8 @@ def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
         ("print(3)\nexit('sorry')", "raised sorry"),
         ("print(3)\nimport os\nos._exit(7)", "exit status 7"),
         ("print(3)\nraise ValueError('no')", "raised ValueError: no"),
-        ("print(3)\nx = bytearray(1 << 40)", "memory limit"),
-        ("print(3)\nimport os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "killed by signal 15"),
-        ("print(3)\nwhile True: pass", "time limit"),
-        ("print(3, flush=True)\nimport time\ntime.sleep(100)", "idle limit"),
         ("print(4)", "wrong answer"),
         ("print(3", "raised SyntaxError: '(' was never closed"),
-        ("print(3)\0", "raised SyntaxError: source code string cannot contain null bytes"),
     ],
 )
 def test_run_stdio_reports_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
@@ -137,16 +135,14 @@ def test_recursion_is_bounded_only_by_memory(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, caught) == "passed"
 
 
-def test_output_limit_leaves_room_for_the_expected_output(sandbox: Bubblewrap) -> None:
-    expected = "abc\n" * 3000
+def test_output_limit_leaves_room_for_what_is_expected(sandbox: Bubblewrap) -> None:
     program = "n = int(input())\nfor _ in range(3000): print('abc', ' ' * n)"
-    limits = Limits(output_bytes=1000)
-    first, second = run_stdio(sandbox, program, ["5", "5000"], [expected] * 2, limits)
+    first, second = run_stdio(sandbox, program, ["5", "5000"], ["abc\n" * 3000] * 2, Limits(output_bytes=1000))
     assert first.passed
     assert second.reason in ("output limit", "raised OSError: [Errno 27] File too large")
 
 
-@pytest.mark.parametrize("size", ["2**27", "2**29", "2**30", "2**31", "10**8"])
+@pytest.mark.parametrize("size", ["2**27", "2**31", "10**8"])
 def test_only_used_stack_counts_as_memory(sandbox: Bubblewrap, size: str) -> None:
     program = f"""
 import sys, threading
@@ -200,23 +196,19 @@ def test_stack_memory_counts_once_it_is_touched(monkeypatch: pytest.MonkeyPatch,
     assert [outcome.reason for outcome in outcomes] == ["memory limit", "passed"]
 
 
-def test_tests_leave_no_files_to_the_next(sandbox: Bubblewrap) -> None:
-    program = "import os\nprint(os.listdir('.'))\nopen('left', 'w')\nos.mkdir('folder')"
-    outcomes = run_stdio(sandbox, program, [""] * 3, ["[]"] * 3, LIMITS)
-    assert all(outcome.passed for outcome in outcomes)
-
-
-def test_tests_after_a_killed_one_are_not_run(sandbox: Bubblewrap) -> None:
-    program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
-    for killed, why in (("1", "idle limit"), ("2", "time limit")):
-        outcomes = run_stdio(sandbox, program, ["0", killed, "3"], ["3"] * 3, LIMITS)
-        assert [outcome.reason for outcome in outcomes] == ["passed", why, "not run"]
-
-
-def test_crash_fails_only_one_test(sandbox: Bubblewrap) -> None:
-    program = "import os\nif input() == '1': os.abort()\nprint(3)"
-    outcomes = run_stdio(sandbox, program, ["0", "1", "2"], ["3"] * 3, LIMITS)
-    assert [outcome.passed for outcome in outcomes] == [True, False, True]
+@pytest.mark.parametrize(
+    ("program", "inputs", "wanted"),
+    [
+        ("import os\nprint(3 + len(os.listdir('.')))\nopen('left', 'w')\nos.mkdir('folder')", "012", ["passed"] * 3),
+        ("import time\nif input() == '1': time.sleep(100)\nprint(3)", "013", ["passed", "idle limit", "not run"]),
+        ("if input() == '1':\n    while True: pass\nprint(3)", "013", ["passed", "time limit", "not run"]),
+        ("import os\nif input() == '1': os.abort()\nprint(3)", "012", ["passed", "killed by signal 6", "passed"]),
+    ],
+    ids=["files", "idle", "time", "crash"],
+)
+def test_run_stdio_after_a_test(sandbox: Bubblewrap, program: str, inputs: str, wanted: list[str]) -> None:
+    outcomes = run_stdio(sandbox, program, [*inputs], ["3"] * 3, LIMITS)
+    assert [outcome.reason for outcome in outcomes] == wanted
 
 
 def test_run_stdio_is_deterministic(sandbox: Bubblewrap) -> None:
@@ -259,10 +251,17 @@ def test_standard_input_can_be_opened_by_name(sandbox: Bubblewrap) -> None:
 
 
 def test_run_stdio_measures_the_cpu_time_of_each_test(sandbox: Bubblewrap) -> None:
-    program = (
-        "import threading, time\ndef work():\n    while time.process_time() < seconds: pass\nseconds = float(input())"
-    )
-    program += "\nthread = threading.Thread(target=work)\nthread.start()\nthread.join()\ntime.sleep(0.2)\nprint(3)"
+    program = """
+import threading, time
+def work():
+    while time.process_time() < seconds: pass
+seconds = float(input())
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+time.sleep(0.2)
+print(3)
+"""
     inputs = ["0.3", "0", "0.2", "0.1"]
     outcomes = run_stdio(sandbox, program, inputs, ["3", "3", "4", "3"], LIMITS, stop_at_failure=True)
     assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "not run"]
@@ -292,18 +291,48 @@ def test_random_kills_cause_no_wrong_verdict(sandbox: Bubblewrap) -> None:
     chance, killed = random.Random(0), 0
     with ThreadPoolExecutor(2) as pool:
         tests = StreamTests(("1", "2", "3"), ("1", "2", "3"))
-        runs = [pool.submit(tried_again, sandbox, program, tests, limits) for _ in range(20)]
+        runs = [pool.submit(tried_again, sandbox, program, tests, limits) for _ in range(12)]
         while not all(run.done() for run in runs):
             time.sleep(chance.uniform(0.0, 0.3))
-            if killed < 15 and (victims := running(f",{mark},")):
+            if killed < 9 and (victims := running(f",{mark},")):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(chance.choice(victims), signal.SIGKILL)
                     killed += 1
-    assert killed > 5
-    assert [run.result() for run in runs] == [[PASSED] * 3] * 20
+    assert killed > 3
+    assert [run.result() for run in runs] == [[PASSED] * 3] * 12
 
 
 def test_run_stdio_requires_as_many_inputs_as_outputs(sandbox: Bubblewrap) -> None:
     assert run_stdio(sandbox, ADD, [], [], LIMITS) == []
     with pytest.raises(ValueError, match="1 and 2"):
         run_stdio(sandbox, ADD, [""], ["", ""], LIMITS)
+
+
+def test_resident_memory_stays_within_the_limit(sandbox: Bubblewrap) -> None:
+    mark = 2_000_000 + os.getpid() % 100_000
+    limits = replace(LIMITS, memory_bytes=256 * MEBIBYTE, output_bytes=mark)
+    program = """
+blocks = []
+try:
+    while True:
+        blocks.append(bytearray(b"x") * (1 << 20))
+except MemoryError:
+    pass
+while True:
+    pass
+"""
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(run_stdio, sandbox, program, [""], [""], limits)
+        peak = 0
+        while not run.done():
+            peak = max([peak, *map(resident_peak, running(f",{mark},"))])
+            time.sleep(0.01)
+    assert run.result()[0].reason == "time limit"
+    assert limits.memory_bytes / 2 < peak <= limits.memory_bytes
+
+
+def resident_peak(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        return int(found[1]) * 1024 if found else 0
+    return 0

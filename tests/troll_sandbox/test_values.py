@@ -46,7 +46,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("result", "expected", "same"), NUMBERS)
-def test_check_and_same_output_have_one_rule_for_numbers(result: Any, expected: Any, same: bool) -> None:
+def test_check_and_same_output_compare_numbers_alike(result: Any, expected: Any, same: bool) -> None:
     assert values.TOLERANCE == output.TOLERANCE == 1e-6
     assert passes(result, expected) == same
     for compare in ("tokens", "numbers") if isinstance(expected, float) else ("tokens",):
