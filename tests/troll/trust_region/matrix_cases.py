@@ -246,21 +246,22 @@ def upstream(case: Case) -> dict[str, Array]:
 
 
 @functools.cache
-def expected(case: Case) -> Numbers:
-    """The reference's numbers."""
-    return _numbers(case, old_rows(case), case.new, case.kl_bound, upstream(case))
+def expected(case: Case, paper: bool = False) -> Numbers:
+    """The reference's numbers, of our step or of the paper's."""
+    return _numbers(case, old_rows(case), case.new, case.kl_bound, upstream(case), paper)
 
 
 @functools.cache
-def spread(case: Case, unit: float) -> Numbers:
+def spread(case: Case, unit: float, paper: bool = False) -> Numbers:
     """How far these numbers move with what rounding takes the inputs for: 4 units of the largest, and the bound.
 
     Args:
         case: The case.
         unit: Half the distance of 1 to the next number. A search in float64 meets the bound to 1e-9; one in float32
             stops at 2.3e-5 of it.
+        paper: Whether they are those of the paper's step.
     """
-    wanted = expected(case)
+    wanted = expected(case, paper)
     largest = Numbers(*({name: np.zeros(x.shape) for name, x in each.items()} for each in vars(wanted).values()))
     for seed in range(4):
         generator = np.random.default_rng(seed)
@@ -276,7 +277,7 @@ def spread(case: Case, unit: float) -> Numbers:
             rows.append(dataclasses.replace(row, log_probs=moved[:-1], tail_log_prob=min(moved[-1], -1e-15)))
         sign = (-1) ** seed
         kl_bound = case.kl_bound + sign * 1e-9 if unit < 1e-10 else case.kl_bound * (1 + sign * 2.3e-5)
-        other = _numbers(case, rows, move(case.new), kl_bound, upstream(case))
+        other = _numbers(case, rows, move(case.new), kl_bound, upstream(case), paper)
         same = np.array_equal(other.values["projected"], wanted.values["projected"])
         assert same, "too close a case to compare"
         for most, ours, theirs in zip(*(vars(x).values() for x in (largest, other, wanted)), strict=True):
@@ -287,7 +288,12 @@ def spread(case: Case, unit: float) -> Numbers:
 
 
 def _numbers(
-    case: Case, rows: Sequence[reference.OldRow], new: Array, kl_bound: Array, arriving: dict[str, Array]
+    case: Case,
+    rows: Sequence[reference.OldRow],
+    new: Array,
+    kl_bound: Array,
+    arriving: dict[str, Array],
+    paper: bool = False,
 ) -> Numbers:
     positions = list(zip(new, rows, kl_bound.tolist(), strict=True))
     truncated: list[reference.TruncatedRow] = []
@@ -295,7 +301,7 @@ def _numbers(
         truncated = [reference.truncated_step(row, old, bound, case.pull) for row, old, bound in positions]
         steps = [each.step for each in truncated]
     elif case.groups is None:
-        steps = [reference.step(row, old, bound, case.pull) for row, old, bound in positions]
+        steps = [reference.step(row, old, bound, case.pull, paper=paper) for row, old, bound in positions]
     else:
         assert case.weights is not None
         members = [np.flatnonzero(case.groups == group) for group in np.unique(case.groups)]

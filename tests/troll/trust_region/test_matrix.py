@@ -28,7 +28,7 @@ def test_path_gives_reference(path, case, tiles_of_four):
 def assert_is_reference(path: Path, case: Case, found: Found) -> None:
     """The old policy, the fields of the step and the leaves' gradients, and their dtypes."""
     assert_captured(path, case, found)
-    wanted, off = expected(case), spread(case, path.unit)
+    wanted, off = expected(case, path.paper), spread(case, path.unit, path.paper)
     for name, value in found.values.items():
         if name == "projected":
             assert value.tolist() == wanted.values[name].tolist()

@@ -92,15 +92,6 @@ def test_floor_outcomes_by_hand():
     assert outcomes.blocked.tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("paper", [False, True])
-@pytest.mark.parametrize("log_p", [-0.1, -20.0, -30.0, -60.0, -100.0])
-def test_equal_policies_have_ratio_one(log_p, paper):
-    row = np.array([0.0, 0.3, log_p, -1.0])
-    step = reference.step(row, reference.capture(row, 2, 3, 0.0), 0.05, paper=paper)
-    # To the rounding of a log-probability of size |log p|.
-    assert step.log_ratio == pytest.approx(0.0, abs=1e-13)
-
-
 def test_unprojected_ratio_is_of_raw_probabilities():
     """Below the floor too; in the paper's step of what the floor leaves of them, which is nothing here."""
     old = reference.capture(np.array([0.0, 0.3, -60.0, -1.0]), 2, 4, 0.0)
@@ -177,10 +168,10 @@ def test_root_meets_the_bound(family, size):
 def test_gradient_of_the_dense_projection():
     rng = np.random.default_rng(1)
     projected = 0
-    for family in ("flat", "peaked", "masked"):
-        old_logits, new_logits = pairs(family, 8, 7)
+    for family, size in (("flat", 7), ("peaked", 7), ("masked", 7), ("flat", 2)):
+        old_logits, new_logits = pairs(family, 8, size)
         for old_row, new_row in zip(old_logits, new_logits, strict=True):
-            upstream = rng.standard_normal(7)
+            upstream = rng.standard_normal(size)
 
             def weighted(z, old=old_row, weight=upstream):
                 log_probs = reference.project(z, old, 0.05).log_probs
@@ -324,13 +315,6 @@ def test_truncated_step_gradients_are_those_of_differences():
     assert gradient == pytest.approx(central_differences(lambda z: reference.entropy(z)[0], new_row), abs=1e-6)
 
 
-def test_two_outcomes_have_no_gradient_through_q():
-    for old_row, new_row in zip(*pairs("flat", 20, 2), strict=True):
-        row = reference.project(new_row, old_row, 1e-3)
-        if row.solution.projected:
-            assert row.gradient(np.array([1.0, -0.3])) == pytest.approx([0.0, 0.0], abs=1e-10)
-
-
 def test_chain_rule_between_bucket_and_dense():
     for old_row, new_row in zip(*pairs("flat", 20, 12), strict=True):
         old = reference.capture(old_row, 3, top_k=5, mass_threshold=0.0)
@@ -359,11 +343,3 @@ def test_full_support_equals_dense(family, paper):
             continue  # a ratio of what is floored is tested above
         assert step.log_ratio == pytest.approx(log_q - dense.outcomes.log_old[token], abs=1e-9)
         assert step.log_ratio_gradient == pytest.approx(dense.gradient(one_hot), abs=1e-7)
-
-
-@pytest.mark.parametrize("broken", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
-def test_step_of_broken_rows_is_nan(broken):
-    assert not reference.is_finite_row(np.array(broken))
-    old = reference.capture(np.zeros(3), 0, 3, 0.0)
-    step = reference.step(np.array(broken), old, 0.05)
-    assert math.isnan(step.log_ratio) and math.isnan(step.kl_before)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -100,15 +99,6 @@ def test_bounds_broadcast_over_shapes_and_strides():
 def test_bound_out_of_range_is_named(kl_bound):
     with pytest.raises(ValueError, match="kl_bound"):
         troll.trust_region_step(*policies("flat", 3), kl_bound)
-
-
-@pytest.mark.parametrize(("dtype", "taken"), [(torch.float32, True), (torch.float64, False)])
-def test_kernel_leaves_float64_to_torch(dtype, taken, monkeypatch):
-    new, old = policies("peaked", 3, dtype=dtype)
-    spy = mock.Mock(wraps=step_triton.step)
-    monkeypatch.setattr(step_triton, "step", spy)
-    troll.trust_region_step(new, old)
-    assert spy.called == taken
 
 
 @pytest.mark.parametrize("pull", ["projection", "proximal"])

@@ -21,16 +21,6 @@ from troll.trust_region.metrics import step_tally
 from troll.trust_region.reading.capture import capture_kept
 
 SIZE = 40
-TRUNCATIONS = [
-    Truncation(top_k=5),
-    Truncation(top_p=0.8),
-    Truncation(min_p=0.1),
-    Truncation(top_k=7, top_p=0.9, min_p=0.05),
-    Truncation(top_p=0.9, min_p=0.1, min_p_first=True),
-    Truncation(top_k=7, top_p=0.9, min_p=0.05, min_p_first=True, ties="exact"),
-    Truncation(top_k=1),
-    Truncation(),
-]
 
 
 def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -185,18 +175,6 @@ def test_capture_truncates_single_position():
     logits = random_logits()
     old = captured(logits, Truncation(top_k=5))
     assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("top_k", [1, 3, SIZE])
-def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
-    logits = random_logits(20, scale=1.0)
-    tokens = sampled_from(logits, truncation)
-    found = troll.capture(logits, tokens, top_k=top_k, truncation=truncation)
-    sets = [reference.kept_set(row, **dataclasses.asdict(truncation)) for row in logits.numpy()]
-    assert found.top_k == max(map(len, sets))
-    for ids, kept in zip(found.token_ids.tolist(), sets, strict=True):
-        assert sorted(token for token in ids if token >= 0) == sorted(kept)
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "stacked"])
