@@ -76,7 +76,7 @@ def test_projection_meets_its_bounds_in_any_units(name: str, scale: float) -> No
 @every_kind
 @pytest.mark.parametrize("bounds", [(0.05, 0.02), (0.05, torch.inf), (torch.inf, 0.02)])
 def test_gradient_agrees_with_finite_differences(name: str, kind: type, bounds: tuple[float, float]) -> None:
-    new, old = policies(kind, (2, 2), d=3)
+    new, old = policies(kind, (2,), d=3)
 
     def projected(mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         policy = PROJECTIONS[name](kind(mean, root * triangle(kind, 3)), old, *bounds).policy

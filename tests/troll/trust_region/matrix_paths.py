@@ -277,17 +277,35 @@ def of(names: Sequence[str]) -> Callable[[Case], bool]:
     return lambda case: any(case is CASES[name] for name in names)
 
 
-#: What shows where a form or a dtype of the logits goes wrong.
-FEW = ("peaked", "not a distribution", "masked columns")
+#: What shows where the form of the logits goes wrong.
+FEW = ("peaked", "not a distribution")
+
+#: Of a form of the logits, or of the old policy between capture and step: how both are computed is another's concern.
+FORMS = of(
+    (
+        *("peaked", "masked", "not a distribution", "below the floor", "ties", "truncated by top-k", "equal"),
+        *("equal, near-deterministic", "shared bound, mean", "wide, ties", "no positions"),
+    )
+)
 
 #: Cases that are no other ones to the paper's step, with multipliers within its range.
 PAPER = (
     *("peaked", "flat", "masked", "masked columns", "below the floor", "below the floor, inside", "outside the top K"),
-    *("ties", "everything", "one slot", "two outcomes", "equal", "equal, masked", "no positions"),
+    *("ties", "everything", "one slot", "two outcomes", "equal", "no positions"),
 )
 
-#: The interpreter takes a second for what torch does in 20 ms.
-OF_HEAD = (*FEW, "ties", "truncated by top-k", "everything", "one outcome", "equal", "no positions")
+#: The interpreter takes a second for what torch does in 20 ms. Kernels have no part in a shared bound, do not know what
+#: truncates a policy, and choose as many tokens of a small vocabulary as of a large one.
+NOT_OF_TRITON = (
+    *("shared bound, mean", "shared bound, sum", "shared bound, proximal", "ties, more than a slice"),
+    *("truncated by top-p", "truncated by min-p first", "truncated, proximal", "equal, truncated"),
+    *("equal, near-deterministic", "equal, proximal"),
+)
+OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "one outcome", "equal", "no positions")
+
+
+def forms_by_column(case: Case) -> bool:
+    return FORMS(case) and by_column(case)
 
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -297,21 +315,21 @@ PATHS: dict[str, Path] = {
     "logits, entropy": Path(logits, entropy=True),
     "logits, float32": Path(logits, FLOAT32),
     "logits, bfloat16": Path(logits, BFLOAT16, entropy=True),
-    "logits, float16": Path(logits, FLOAT16),
-    "view": Path(view, entropy=True),
-    "rows": Path(rows, FLOAT32),
+    "logits, float16": Path(logits, FLOAT16, takes=FORMS),
+    "view": Path(view, entropy=True, takes=FORMS),
+    "rows": Path(rows, FLOAT32, takes=FORMS),
     "scaled": Path(scaled, BFLOAT16, entropy=True),
     "softcap": Path(capped, takes=finite, entropy=True),
-    "donated": Path(donated, BFLOAT16, one_backward=True),
+    "donated": Path(donated, BFLOAT16, takes=FORMS, one_backward=True),
     "head": Path(_head(lifted=True), takes=by_column),
     "head, entropy": Path(_head(lifted=True), takes=by_column, entropy=True),
     "head, float32": Path(_head(), FLOAT32, takes=by_column, entropy=True),
     "head, bfloat16": Path(_head(), BFLOAT16, takes=by_column),
-    "head, float16": Path(_head(), FLOAT16, takes=by_column, entropy=True),
+    "head, float16": Path(_head(), FLOAT16, takes=forms_by_column, entropy=True),
     "head, softcap": Path(_head(softcap=True), takes=finite_by_column),
-    "rows of a head": Path(_head(among=True), FLOAT32, takes=by_column),
-    "packed": Path(logits, carried=packed),
-    "packed, joined": Path(logits, FLOAT32, carried=joined),
+    "rows of a head": Path(_head(among=True), FLOAT32, takes=forms_by_column),
+    "packed": Path(logits, takes=FORMS, carried=packed),
+    "packed, joined": Path(logits, FLOAT32, takes=FORMS, carried=joined),
     "read first": Path(logits, FLOAT32, read_first=True),
     "read first, head": Path(_head(), read_first=True, takes=by_column),
     "paper": Path(logits, paper=True, takes=of(PAPER)),
@@ -319,9 +337,9 @@ PATHS: dict[str, Path] = {
 }
 
 TRITON: dict[str, Path] = {
-    "triton": Path(logits, FLOAT32),
-    "triton, entropy": Path(logits, FLOAT32, takes=of((*FEW, "truncated by top-k")), entropy=True),
-    "triton, bfloat16": Path(logits, BFLOAT16, takes=of(FEW)),
+    "triton": Path(logits, FLOAT32, takes=lambda case: not of(NOT_OF_TRITON)(case)),
+    "triton, entropy": Path(logits, FLOAT32, takes=of((*FEW, "masked columns", "truncated by top-k")), entropy=True),
+    "triton, bfloat16": Path(logits, BFLOAT16, takes=of(("peaked",))),
     "triton, view": Path(view, FLOAT16, takes=of(FEW)),
     "triton, rows": Path(rows, FLOAT32, takes=of(FEW)),
     "triton, donated": Path(donated, BFLOAT16, takes=of(FEW)),
@@ -352,4 +370,4 @@ SLICED: dict[str, Path] = {
 }
 if importlib.util.find_spec("triton") is not None:
     by_triton: dict[str, Any] = {"kernels": "triton", "entropy": True, "one_backward": True}
-    SLICED["sliced head, triton"] = Path(_head(), FLOAT32, takes=of(FEW), **by_triton)
+    SLICED["sliced head, triton"] = Path(_head(), FLOAT32, takes=of(("nearly disjoint",)), **by_triton)

@@ -21,7 +21,7 @@ PAIRS = [(path, case) for path in EVERY for case in CASES if EVERY[path].takes(C
 
 
 @pytest.mark.parametrize(("path", "case"), PAIRS)
-def test_path_gives_reference(path, case, tiles_of_four):
+def test_path_gives_reference(path, case, tiles_of_three):
     assert_is_reference(EVERY[path], CASES[case], run(EVERY[path], CASES[case]))
 
 

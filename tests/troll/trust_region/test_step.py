@@ -29,7 +29,7 @@ from troll.trust_region.step import PULLS
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=9),
     top_k=st.integers(1, 10),

@@ -15,7 +15,7 @@ from troll.trust_region.policy.top_triton import slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 500
-ROWS = 12
+ROWS = 9
 
 #: A log-probability is the difference of two numbers up to 30 in size, each off by some roundings of 2⁻²⁴ of that.
 TOLERANCE = 3 * 4 * 30 * 2.0**-24

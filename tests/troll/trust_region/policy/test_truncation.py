@@ -136,7 +136,7 @@ def test_capture_keeps_any_sampled_token_of_tie(scores, top_k, top_p, min_p, min
     ],
     ids=str,
 )
-@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("slots", [1, 3, 6])
 def test_capture_cuts_tie_as_sampler_does(truncation, kept, slots):
     logits = torch.tensor([[0.397, 0.146, 0.146, 0.146, 0.146, 0.02]]).log()
     found = troll.capture(logits, torch.tensor([0]), top_k=slots, truncation=truncation)
@@ -207,9 +207,15 @@ def test_kept_set_of_broken_row_is_first_token():
     assert Truncation(top_p=0.8).kept(policy).tolist() == [[True, False, False]]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-@pytest.mark.parametrize("cut_is_known", [True, False])
+@pytest.mark.parametrize(
+    ("kernels", "broken", "cut_is_known"),
+    [
+        ("torch", torch.nan, True),
+        ("torch", torch.inf, False),
+        ("triton", torch.nan, False),
+        ("triton", torch.inf, True),
+    ],
+)
 def test_step_of_row_broken_outside_kept_set_is_nan(monkeypatch, kernels, broken, cut_is_known):
     old = captured(random_logits(3).float(), Truncation(top_k=5))
     if not cut_is_known:

@@ -24,11 +24,11 @@ class Problem:
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.hidden = torch.randn(2, 4, HIDDEN, generator=generator).to(DEVICE, dtype)
+        self.hidden = torch.randn(2, 3, HIDDEN, generator=generator).to(DEVICE, dtype)
         old = torch.randn(VOCABULARY, HIDDEN, generator=generator)
         new = old + 0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)
         self.old, self.new = old.to(DEVICE, dtype), new.to(DEVICE, dtype)
-        self.sampled = torch.randint(VOCABULARY, (2, 3), generator=generator).to(DEVICE)
+        self.sampled = torch.randint(VOCABULARY, (2, 2), generator=generator).to(DEVICE)
 
     def source(self, weight: Tensor, hidden: Tensor | None = None) -> troll.LMHead:
         """Every row but a sequence's last."""
@@ -39,9 +39,9 @@ class Problem:
 def test_head_computes_kept_tiles_once(dtype, kept, monkeypatch):
     """Of three tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
     monkeypatch.setenv(VARIABLE, "triton")
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
     # Room for the first and half of the next; the third, a remainder, would fit where the second does not.
-    monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 6 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
+    monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 4 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
     products: list[tuple[Any, ...]] = []
     original: Any = head_module._HeadReading._product
 
@@ -74,7 +74,7 @@ def test_head_keeps_no_tile_without_backward(monkeypatch):
     assert not asked
     monkeypatch.undo()
     monkeypatch.setenv(VARIABLE, "triton")
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 5)  # of 6 tokens
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 3)  # of 4 tokens
     node: Any = read(source, problem.sampled.unsqueeze(-1)).tail_logit.grad_fn
     assert not node.next_functions[0][0].kept
 
@@ -85,7 +85,7 @@ def test_head_keeps_tiles_of_trained_weight(trained, setting, monkeypatch):
     monkeypatch.delenv(head_module.VARIABLE, raising=False)
     if setting is not None:
         monkeypatch.setenv(head_module.VARIABLE, setting)
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
     problem = Problem(torch.float32)
     hidden, weight = (
         x.clone().requires_grad_(name == trained)
