@@ -299,9 +299,9 @@ PAPER = (
 NOT_OF_TRITON = (
     *("shared bound, mean", "shared bound, sum", "shared bound, proximal", "ties, more than a slice"),
     *("truncated by top-p", "truncated by min-p first", "truncated, proximal", "equal, truncated"),
-    *("equal, near-deterministic", "equal, proximal"),
+    *("equal, near-deterministic", "equal, proximal", "equal, masked", "masked", "outside the top K"),
 )
-OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "one outcome", "equal", "no positions")
+OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "equal", "no positions")
 
 
 def forms_by_column(case: Case) -> bool:
