@@ -54,7 +54,7 @@ class Path:
         read_first: The step gets the policy that was read at the old tokens.
         paper: The step is the paper's.
         one_backward: All outputs are differentiated at once: where a second time is refused, or slow.
-        takes: Whether there is such a source of a case's logits.
+        takes: Whether there is such a source of a case's logits, and the path may matter to it.
         error: Roundings of a logit on the way, of which four are allowed for anyway.
     """
 
@@ -280,12 +280,10 @@ def of(names: Sequence[str]) -> Callable[[Case], bool]:
 #: What shows where the form of the logits goes wrong.
 FEW = ("peaked", "not a distribution")
 
-#: Of a form of the logits, or of the old policy between capture and step: how both are computed is another's concern.
-FORMS = of(
-    (
-        *("peaked", "masked", "not a distribution", "below the floor", "ties", "truncated by top-k", "equal"),
-        *("equal, near-deterministic", "shared bound, mean", "wide, ties", "no positions"),
-    )
+#: For forms of the logits, or of the old policy between capture and step, which change no number.
+FORMS = (
+    *("peaked", "masked", "not a distribution", "below the floor", "ties", "truncated by top-k", "equal"),
+    *("equal, near-deterministic", "shared bound, mean", "wide, ties", "no positions"),
 )
 
 #: Cases that are no other ones to the paper's step, with multipliers within its range.
@@ -305,7 +303,7 @@ OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "
 
 
 def forms_by_column(case: Case) -> bool:
-    return FORMS(case) and by_column(case)
+    return of(FORMS)(case) and by_column(case)
 
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -315,12 +313,12 @@ PATHS: dict[str, Path] = {
     "logits, entropy": Path(logits, entropy=True),
     "logits, float32": Path(logits, FLOAT32),
     "logits, bfloat16": Path(logits, BFLOAT16, entropy=True),
-    "logits, float16": Path(logits, FLOAT16, takes=FORMS),
-    "view": Path(view, entropy=True, takes=FORMS),
-    "rows": Path(rows, FLOAT32, takes=FORMS),
+    "logits, float16": Path(logits, FLOAT16, takes=of(FORMS)),
+    "view": Path(view, entropy=True, takes=of(FORMS)),
+    "rows": Path(rows, FLOAT32, takes=of(FORMS)),
     "scaled": Path(scaled, BFLOAT16, entropy=True),
     "softcap": Path(capped, takes=finite, entropy=True),
-    "donated": Path(donated, BFLOAT16, takes=FORMS, one_backward=True),
+    "donated": Path(donated, BFLOAT16, takes=of(FORMS), one_backward=True),
     "head": Path(_head(lifted=True), takes=by_column),
     "head, entropy": Path(_head(lifted=True), takes=by_column, entropy=True),
     "head, float32": Path(_head(), FLOAT32, takes=by_column, entropy=True),
@@ -328,8 +326,8 @@ PATHS: dict[str, Path] = {
     "head, float16": Path(_head(), FLOAT16, takes=forms_by_column, entropy=True),
     "head, softcap": Path(_head(softcap=True), takes=finite_by_column),
     "rows of a head": Path(_head(among=True), FLOAT32, takes=forms_by_column),
-    "packed": Path(logits, takes=FORMS, carried=packed),
-    "packed, joined": Path(logits, FLOAT32, takes=FORMS, carried=joined),
+    "packed": Path(logits, takes=of(FORMS), carried=packed),
+    "packed, joined": Path(logits, FLOAT32, takes=of(FORMS), carried=joined),
     "read first": Path(logits, FLOAT32, read_first=True),
     "read first, head": Path(_head(), read_first=True, takes=by_column),
     "paper": Path(logits, paper=True, takes=of(PAPER)),

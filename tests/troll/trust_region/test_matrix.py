@@ -1,4 +1,4 @@
-"""Every path on every case: values, gradients and dtypes are the reference's.
+"""Every path on the cases that it takes: values, gradients and dtypes are the reference's.
 
 A path is one entry of `matrix_paths`, a case one of `matrix_cases`.
 """
