@@ -153,11 +153,6 @@ def test_schedule_keeps_its_shape(law, scale, schedule):
     assert not policy.warnings
 
 
-def test_warm_up_from_zero_begins():
-    policy = Policy(scale=SHORT, noise=0.0).train(60, lambda update: min(update / 40, 1.0))
-    assert policy.used[0] == 0 and policy.used[-1] == pytest.approx(RIGHT, rel=0.05)
-
-
 # What one measurement says
 
 
