@@ -297,7 +297,8 @@ PAPER = (
 NOT_OF_TRITON = (
     *("shared bound, mean", "shared bound, sum", "shared bound, proximal", "ties, more than a slice"),
     *("truncated by top-p", "truncated by min-p first", "truncated, proximal", "equal, truncated"),
-    *("equal, near-deterministic", "equal, proximal", "equal, masked", "masked", "outside the top K"),
+    *("equal, near-deterministic", "equal, proximal", "equal, masked", "equal, below the floor", "masked"),
+    "outside the top K",
 )
 OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "equal", "no positions")
 
@@ -336,13 +337,15 @@ PATHS: dict[str, Path] = {
 
 TRITON: dict[str, Path] = {
     "triton": Path(logits, FLOAT32, takes=lambda case: not of(NOT_OF_TRITON)(case)),
-    "triton, entropy": Path(logits, FLOAT32, takes=of((*FEW, "masked columns", "truncated by top-k")), entropy=True),
+    "triton, entropy": Path(
+        logits, FLOAT32, takes=of(("peaked", "masked columns", "truncated by top-k")), entropy=True
+    ),
     "triton, bfloat16": Path(logits, BFLOAT16, takes=of(("peaked",))),
     "triton, view": Path(view, FLOAT16, takes=of(FEW)),
-    "triton, rows": Path(rows, FLOAT32, takes=of(FEW)),
+    "triton, rows": Path(rows, FLOAT32, takes=of(("peaked",))),
     "triton, donated": Path(donated, BFLOAT16, takes=of(FEW)),
     "triton, softcap": Path(capped, FLOAT32, takes=of(("peaked",)), error=6.0),
-    "triton, scaled": Path(scaled, BFLOAT16, takes=of(FEW), entropy=True),
+    "triton, scaled": Path(scaled, BFLOAT16, takes=of(("peaked",)), entropy=True),
     "triton, head": Path(_head(), FLOAT32, takes=of(OF_HEAD), entropy=True),
     "triton, rows of a head": Path(_head(among=True), BFLOAT16, takes=of(FEW)),
 }

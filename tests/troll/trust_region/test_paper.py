@@ -58,15 +58,15 @@ def test_paper_step_of_broken_rows_is_nan():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [2, 5, 40])
+@pytest.mark.parametrize("size", [2, 40])
 def test_bracket_reaches_the_bound(family, size):
     """Held to the numbers of DESIGN.md for ε ≥ 0.01 where η ≤ 1e2 is enough; feasible below, too."""
-    old, new = pairs(family, 60, size, seed=13)
+    old, new = pairs(family, 30, size, seed=13)
     log_old, log_new = (
         tensor(np.array([reference.floored(reference.log_softmax(x)) for x in rows])) for rows in (old, new)
     )
     for low, accurate in ((1e-2, True), (1e-4, False)):
-        kl_bound = bounds(60, low=low, seed=13)
+        kl_bound = bounds(30, low=low, seed=13)
         rows = [reference.project(n, o, e) for n, o, e in zip(new, old, kl_bound, strict=True)]
         reachable = np.array([row.solution.projected and row.solution.multiplier <= 99 for row in rows])
         if not reachable.any():

@@ -132,19 +132,19 @@ def test_broken_row_is_nan_without_gradient(where, value, pull, monkeypatch):
 
 def test_gradient_ignores_nan_at_pull_that_is_constant():
     """A masked token may bring NaN to the regression of a token that is not projected."""
-    new, old = policies("nearly_equal", 4)
+    new, old = policies("nearly_equal", 2)
     step = troll.trust_region_step(new, old, math.inf)
-    found = gradients(step, new, regression=torch.full((4,), math.nan, device=DEVICE))
+    found = gradients(step, new, regression=torch.full((2,), math.nan, device=DEVICE))
     assert not step.projected.any() and not any(x.any() for x in found)
 
 
 def test_tail_without_mass_ignores_its_entropy():
-    new, old = policies("flat", 4)
+    new, old = policies("flat", 2)
     new.tail_logit.data[:] = -math.inf
-    expected = troll.trust_region_step(dataclasses.replace(new, tail_entropy=torch.zeros(4, device=DEVICE)), old)
-    nan = leaves(new, torch.full((4,), math.nan, device=DEVICE))
+    expected = troll.trust_region_step(dataclasses.replace(new, tail_entropy=torch.zeros(2, device=DEVICE)), old)
+    nan = leaves(new, torch.full((2,), math.nan, device=DEVICE))
     step = troll.trust_region_step(nan, old)
     assert step.entropy is not None and expected.entropy is not None
     assert torch.equal(step.entropy, expected.entropy) and step.entropy.isfinite().all()
-    of_logits, of_tail = gradients(step, nan, entropy=torch.ones(4, device=DEVICE))
+    of_logits, of_tail = gradients(step, nan, entropy=torch.ones(2, device=DEVICE))
     assert of_logits.isfinite().all() and not of_tail.any()
