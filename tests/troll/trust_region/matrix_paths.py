@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -272,7 +272,7 @@ def finite_by_column(case: Case) -> bool:
     return finite(case) and by_column(case)
 
 
-def of(names: Sequence[str]) -> Callable[[Case], bool]:
+def of(*names: str) -> Callable[[Case], bool]:
     """Takes some cases by name."""
     return lambda case: any(case is CASES[name] for name in names)
 
@@ -304,7 +304,7 @@ OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "
 
 
 def forms_by_column(case: Case) -> bool:
-    return of(FORMS)(case) and by_column(case)
+    return of(*FORMS)(case) and by_column(case)
 
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -314,12 +314,12 @@ PATHS: dict[str, Path] = {
     "logits, entropy": Path(logits, entropy=True),
     "logits, float32": Path(logits, FLOAT32),
     "logits, bfloat16": Path(logits, BFLOAT16, entropy=True),
-    "logits, float16": Path(logits, FLOAT16, takes=of(FORMS)),
-    "view": Path(view, entropy=True, takes=of(FORMS)),
-    "rows": Path(rows, FLOAT32, takes=of(FORMS)),
+    "logits, float16": Path(logits, FLOAT16, takes=of(*FORMS)),
+    "view": Path(view, entropy=True, takes=of(*FORMS)),
+    "rows": Path(rows, FLOAT32, takes=of(*FORMS)),
     "scaled": Path(scaled, BFLOAT16, entropy=True),
     "softcap": Path(capped, takes=finite, entropy=True),
-    "donated": Path(donated, BFLOAT16, takes=of(FORMS), one_backward=True),
+    "donated": Path(donated, BFLOAT16, takes=of(*FORMS), one_backward=True),
     "head": Path(_head(lifted=True), takes=by_column),
     "head, entropy": Path(_head(lifted=True), takes=by_column, entropy=True),
     "head, float32": Path(_head(), FLOAT32, takes=by_column, entropy=True),
@@ -327,27 +327,25 @@ PATHS: dict[str, Path] = {
     "head, float16": Path(_head(), FLOAT16, takes=forms_by_column, entropy=True),
     "head, softcap": Path(_head(softcap=True), takes=finite_by_column),
     "rows of a head": Path(_head(among=True), FLOAT32, takes=forms_by_column),
-    "packed": Path(logits, takes=of(FORMS), carried=packed),
-    "packed, joined": Path(logits, FLOAT32, takes=of(FORMS), carried=joined),
+    "packed": Path(logits, takes=of(*FORMS), carried=packed),
+    "packed, joined": Path(logits, FLOAT32, takes=of(*FORMS), carried=joined),
     "read first": Path(logits, FLOAT32, read_first=True),
     "read first, head": Path(_head(), read_first=True, takes=by_column),
-    "paper": Path(logits, paper=True, takes=of(PAPER)),
-    "paper, float32": Path(logits, FLOAT32, paper=True, takes=of(("peaked", "masked columns"))),
+    "paper": Path(logits, paper=True, takes=of(*PAPER)),
+    "paper, float32": Path(logits, FLOAT32, paper=True, takes=of("peaked", "masked columns")),
 }
 
 TRITON: dict[str, Path] = {
-    "triton": Path(logits, FLOAT32, takes=lambda case: not of(NOT_OF_TRITON)(case)),
-    "triton, entropy": Path(
-        logits, FLOAT32, takes=of(("peaked", "masked columns", "truncated by top-k")), entropy=True
-    ),
-    "triton, bfloat16": Path(logits, BFLOAT16, takes=of(("peaked",))),
-    "triton, view": Path(view, FLOAT16, takes=of(FEW)),
-    "triton, rows": Path(rows, FLOAT32, takes=of(("peaked",))),
-    "triton, donated": Path(donated, BFLOAT16, takes=of(FEW)),
-    "triton, softcap": Path(capped, FLOAT32, takes=of(("peaked",)), error=6.0),
-    "triton, scaled": Path(scaled, BFLOAT16, takes=of(("peaked",)), entropy=True),
-    "triton, head": Path(_head(), FLOAT32, takes=of(OF_HEAD), entropy=True),
-    "triton, rows of a head": Path(_head(among=True), BFLOAT16, takes=of(FEW)),
+    "triton": Path(logits, FLOAT32, takes=lambda case: not of(*NOT_OF_TRITON)(case)),
+    "triton, entropy": Path(logits, FLOAT32, takes=of("peaked", "masked columns", "truncated by top-k"), entropy=True),
+    "triton, bfloat16": Path(logits, BFLOAT16, takes=of("peaked")),
+    "triton, view": Path(view, FLOAT16, takes=of(*FEW)),
+    "triton, rows": Path(rows, FLOAT32, takes=of("peaked")),
+    "triton, donated": Path(donated, BFLOAT16, takes=of(*FEW)),
+    "triton, softcap": Path(capped, FLOAT32, takes=of("peaked"), error=6.0),
+    "triton, scaled": Path(scaled, BFLOAT16, takes=of("peaked"), entropy=True),
+    "triton, head": Path(_head(), FLOAT32, takes=of(*OF_HEAD), entropy=True),
+    "triton, rows of a head": Path(_head(among=True), BFLOAT16, takes=of(*FEW)),
 }
 TRITON = {name: dataclasses.replace(path, kernels="triton", one_backward=True) for name, path in TRITON.items()}
 
@@ -363,12 +361,12 @@ def head_in_slices(case: Case) -> bool:
 #: Run by every process of a group, with its slice of the vocabulary: reading/test_vocabulary.py.
 SLICED: dict[str, Path] = {
     "sliced": Path(logits, takes=in_slices, entropy=True),
-    "sliced, float32": Path(logits, FLOAT32, takes=of(FEW)),
-    "sliced, bfloat16": Path(logits, BFLOAT16, takes=of(FEW), entropy=True),
-    "sliced head": Path(_head(lifted=True), takes=of(FEW)),
+    "sliced, float32": Path(logits, FLOAT32, takes=of(*FEW)),
+    "sliced, bfloat16": Path(logits, BFLOAT16, takes=of(*FEW), entropy=True),
+    "sliced head": Path(_head(lifted=True), takes=of(*FEW)),
     "sliced head, entropy": Path(_head(lifted=True), takes=head_in_slices, entropy=True),
-    "sliced head, bfloat16": Path(_head(), BFLOAT16, takes=of(FEW)),
+    "sliced head, bfloat16": Path(_head(), BFLOAT16, takes=of(*FEW)),
 }
 if importlib.util.find_spec("triton") is not None:
     by_triton: dict[str, Any] = {"kernels": "triton", "entropy": True, "one_backward": True}
-    SLICED["sliced head, triton"] = Path(_head(), FLOAT32, takes=of(("nearly disjoint",)), **by_triton)
+    SLICED["sliced head, triton"] = Path(_head(), FLOAT32, takes=of("nearly disjoint"), **by_triton)
