@@ -134,18 +134,6 @@ def test_projection_meets_bound_of_disjoint_policies(name: str, family: str, mon
             assert max(bound_errors(name, *pair(family, d, 0), mean_bound, bound), default=0) < 1e-9
 
 
-def test_gradient_along_mixture_is_zero() -> None:
-    """Moving the new policy along the mixture does not change the projection: its derivative that way is 0."""
-    new, old = policies(Gaussian, (), 4)
-
-    tau = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    along = Gaussian(new.mean, torch.linalg.cholesky(mixture(new, old, tau)[1]))
-    factor = gaussian.project_kl(along, old, torch.inf, 0.02).policy.factor
-    weights = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (grad,) = torch.autograd.grad((factor * weights).sum(), tau)
-    assert abs(grad) < 1e-10
-
-
 def test_gradient_of_projected_1d_covariance_is_zero() -> None:
     """Like a token with two outcomes: the surface of the ball is a single point."""
     new, old = (with_gradient(p) for p in policies(Gaussian, (4,), 1))

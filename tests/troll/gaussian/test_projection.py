@@ -40,7 +40,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def test_projection_meets_its_bounds(name: str, dtype: torch.dtype, family: str) -> None:
     promised = 1e-9 if dtype == torch.float64 else 1e-3
     for d in (1, 2, 5, 20, 60):
-        for seed in range(3):
+        for seed in range(2):
             for bounds in ((0.05, 0.0005), (1.0, 0.1)):
                 assert max(bound_errors(name, *pair(family, d, seed, dtype), *bounds), default=0) < promised
 
@@ -76,7 +76,7 @@ def test_projection_meets_its_bounds_in_any_units(name: str, scale: float) -> No
 @every_kind
 @pytest.mark.parametrize("bounds", [(0.05, 0.02), (0.05, torch.inf), (torch.inf, 0.02)])
 def test_gradient_agrees_with_finite_differences(name: str, kind: type, bounds: tuple[float, float]) -> None:
-    new, old = policies(kind, (2, 2), d=3)
+    new, old = policies(kind, (2,), d=3)
 
     def projected(mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         policy = PROJECTIONS[name](kind(mean, root * triangle(kind, 3)), old, *bounds).policy
@@ -224,7 +224,7 @@ def test_projection_of_equal_eigenvalues_scales_old(name: str, scale: float, pro
 
 
 @every_projection
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     d=st.integers(1, 6),
     seed=st.integers(0, 10_000),

@@ -41,17 +41,3 @@ def test_pull_of_a_shared_covariance_counts_once_in_the_mean() -> None:
     assert pull.shape == (5,)
     one = gaussian.kl_parts(new, projection.policy)[1]
     torch.testing.assert_close(pull.mean(), one)
-
-
-def test_pull_brings_a_policy_back_to_its_trust_region() -> None:
-    new, old = policies(Gaussian, (), 3)
-    mean, parameters = new.mean.clone().requires_grad_(), torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
-    gaussian.write_back(parameters, new)
-    optimizer = torch.optim.Adam([mean, parameters], lr=0.05)
-    for _ in range(120):
-        policy = Gaussian(mean, gaussian.factor_from(parameters))
-        loss = gaussian.trust_region_loss(policy, gaussian.project_joint_kl(policy, old, 0.05))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert gaussian.kl(Gaussian(mean, gaussian.factor_from(parameters)), old).item() < 0.051

@@ -135,8 +135,10 @@ def everything(case: Case) -> Case:
     return dataclasses.replace(case, samples=samples)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "fixed_length"])
+@pytest.mark.parametrize(
+    ("aggregation", "dtype"),
+    [("sequence_mean", torch.float32), ("token_mean", torch.float64), ("fixed_length", torch.float32)],
+)
 def test_check_passes_right_adapter(aggregation: Any, dtype: torch.dtype) -> None:
     max_length = 9 if aggregation == "fixed_length" else None
     check(Plain(aggregation=aggregation), aggregation=aggregation, max_length=max_length, dtype=dtype)

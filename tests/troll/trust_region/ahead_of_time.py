@@ -1,7 +1,7 @@
 """Compiles every kernel for a GPU that is not there, with the arguments that its own launcher passes.
 
 The interpreter runs Python that the compiler refuses, and knows nothing of registers. Triton brings all it needs to get
-from a kernel to a binary. `python -m tests.troll.trust_region.ahead_of_time cuda` prints one line of JSON a kernel.
+from a kernel to a binary. `python -m tests.troll.trust_region.ahead_of_time cuda all` prints one line of JSON a launch.
 """
 
 import dataclasses
@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 #: Backend, architecture and threads of a warp.
 TARGETS = {"cuda": ("cuda", 90, 32), "hip": ("hip", "gfx942", 64)}
@@ -50,88 +51,120 @@ def has_target(target: str) -> bool:
     return BACKENDS[target] in backends
 
 
-def compiled(target: str, cache: os.PathLike[str] | None = None) -> list[Compiled]:
-    """Everything of `launch_all`, compiled in a process where Triton does not interpret."""
+def compiled(target: str, cache: os.PathLike[str] | None = None, *, variants: str = "all") -> list[Compiled]:
+    """What a function of `LAUNCHES` launches, compiled in a process where Triton does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = os.fspath(cache)
     done = subprocess.run(
-        [sys.executable, "-m", __name__, target], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", __name__, target, variants], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
+def launch_once() -> Iterator[str]:
+    """Launches every kernel once, with the table's sizes for Qwen's vocabulary in rows that lie apart."""
+    yield from _launch_tile(torch.bfloat16, 151936, entropies=(True,), apart=True)
+    yield from _launch_rest(torch.bfloat16)
+    yield from _launch_policy(64)
+    yield from _launch_step((64, True, torch.full((2,), 0.05)))
+
+
 def launch_all() -> Iterator[str]:
     """Launches every kernel in every variant, and says which these were, after each launch or two of one variant."""
     for dtype in (torch.bfloat16, torch.float32):
-        yield from _launch_reading(dtype)
-    yield from _launch_policy()
-    yield from _launch_step()
+        # Besides Qwen's vocabulary, a head's tile, and an odd one with a softcap.
+        yield from _launch_tile(dtype, 151936, apart=True)
+        yield from _launch_tile(dtype, 32768)
+        yield from _launch_tile(dtype, 1001, 1, (0.7, 0.5, 30.0))
+        yield from _launch_select(dtype, 4000, 64)
+        yield from _launch_select(dtype, 2**20, 256)
+        yield from _launch_rest(dtype)
+    yield from _launch_policy(1, 64, 256)
+    yield from _launch_step((64, False, 0.05), (128, True, torch.full((2,), 0.05)))
 
 
-def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
+def _tile_of(values: Tensor, width: int, offsets: Tensor | None = None, transform: Sequence[float] = ()) -> Any:
     from troll.trust_region.reading.memory_triton import Memory
-    from troll.trust_region.reading.tiles import Support, TailSums, Transform, Upstream
+    from troll.trust_region.reading.tiles import Transform
     from troll.trust_region.reading.tiles_triton import TritonTile
 
-    def tile_of(memory: Memory, transform: Transform) -> TritonTile:
-        return TritonTile(memory, transform, 0, slice(0, 2), slice(0, memory.width))
+    return TritonTile(Memory(values, width, offsets), Transform(*transform), 0, slice(0, 2), slice(0, width))
 
-    def select(tile: TritonTile, k: int, entropy: bool) -> None:
-        logits = torch.zeros(2, k + 1)
-        tile.select(torch.zeros(2, dtype=torch.int64), k, logits, TailSums.empty(logits, entropy))
 
-    name = str(dtype).removeprefix("torch.")
-    row = torch.zeros(2)
-    # Qwen's vocabulary in rows that lie apart, a head's tile, and an odd one with a softcap.
-    for width, slots, transform, apart in (
-        (151936, 64, Transform(), True),
-        (32768, 64, Transform(), False),
-        (1001, 1, Transform(0.7, 0.5, 30.0), False),
-    ):
-        values = torch.zeros(2, 2 if apart else 1, width, dtype=dtype)
-        offsets = torch.tensor([0, 2 * width]) if apart else None
-        tile = tile_of(Memory(values if apart else values[:, 0], width, offsets), transform)
-        support = Support.from_ids(torch.zeros(2, slots, dtype=torch.int64))
-        logits = torch.zeros(2, slots)
-        variant = f"{name}, W {width}, K {slots}" + (", rows apart" if apart else "")
-        for entropy in (False, True):
-            tile.read(support, logits, TailSums.empty(logits, entropy))
-            select(tile, slots, entropy)
-            entropies = (row, row) if entropy else (None, None)
-            tile.gradient(support, Upstream(row, row, logits, *entropies))
-            yield variant + (", entropy" if entropy else "")
-    for width, slots in ((4000, 64), (2**20, 256)):
-        select(tile_of(Memory(torch.zeros(2, width, dtype=dtype), width), Transform()), slots, entropy=False)
-        yield f"{name}, W {width}, K {slots}"
+def _select(tile: Any, k: int, entropy: bool) -> None:
+    from troll.trust_region.reading.tiles import TailSums
+
+    logits = torch.zeros(2, k + 1)
+    tile.select(torch.zeros(2, dtype=torch.int64), k, logits, TailSums.empty(logits, entropy))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _launch_tile(
+    dtype: torch.dtype,
+    width: int,
+    slots: int = 64,
+    transform: Sequence[float] = (),
+    *,
+    entropies: Sequence[bool] = (False, True),
+    apart: bool = False,
+) -> Iterator[str]:
+    from troll.trust_region.reading.tiles import Support, TailSums, Upstream
+
+    values = torch.zeros(2, 2 if apart else 1, width, dtype=dtype)
+    offsets = torch.tensor([0, 2 * width]) if apart else None
+    tile = _tile_of(values if apart else values[:, 0], width, offsets, transform)
+    support = Support.from_ids(torch.zeros(2, slots, dtype=torch.int64))
+    logits, row = torch.zeros(2, slots), torch.zeros(2)
+    variant = f"{_name(dtype)}, W {width}, K {slots}" + (", rows apart" if apart else "")
+    for entropy in entropies:
+        tile.read(support, logits, TailSums.empty(logits, entropy))
+        _select(tile, slots, entropy)
+        tile.gradient(support, Upstream(row, row, logits, *((row, row) if entropy else (None, None))))
+        yield variant + (", entropy" if entropy else "")
+
+
+def _launch_select(dtype: torch.dtype, width: int, slots: int) -> Iterator[str]:
+    _select(_tile_of(torch.zeros(2, width, dtype=dtype), width), slots, entropy=False)
+    yield f"{_name(dtype)}, W {width}, K {slots}"
+
+
+def _launch_rest(dtype: torch.dtype) -> Iterator[str]:
+    """The kernels that do not depend on the vocabulary's size."""
+    from troll.trust_region.reading.tiles_triton import TritonTile
+
     TritonTile.clear(torch.zeros(2, 32768, dtype=dtype), torch.zeros(2, dtype=torch.bool))
-    yield f"{name}, W 32768"
-    hidden, weight, ids = torch.zeros(2, 4096, dtype=dtype), torch.zeros(8, 4096, dtype=dtype), support.ids
-    TritonTile.gathered_products(hidden, weight, None, ids.expand(2, 64), 0)
-    yield f"{name}, H 4096"
-    TritonTile.gathered_products(hidden, weight.float(), weight[:, 0].float(), ids, 0)
-    yield f"{name}, H 4096, bias and weight float32"
+    yield f"{_name(dtype)}, W 32768"
+    hidden, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    TritonTile.gathered_products(hidden, weight, None, ids, 0)
+    yield f"{_name(dtype)}, H 4096"
+    TritonTile.gathered_products(hidden, weight.float(), weight[:, 0].float(), ids[:, :1], 0)
+    yield f"{_name(dtype)}, H 4096, bias and weight float32"
 
 
-def _launch_policy() -> Iterator[str]:
+def _launch_policy(*sizes: int) -> Iterator[str]:
     from troll.trust_region.policy.top import Top
     from troll.trust_region.policy.top_triton import slots
 
-    for k in (1, 64, 256):
+    for k in sizes:
         logits, row = torch.zeros(2, k), torch.zeros(2)
         ids = torch.zeros(2, k, dtype=torch.int64)
         slots(Top(ids, logits, logits, row, row), ids[:, 0], 100, 1e-5)
         yield f"K {k}"
 
 
-def _launch_step() -> Iterator[str]:
+def _launch_step(*variants: tuple[int, bool, float | Tensor]) -> Iterator[str]:
     from troll.trust_region import step_triton
     from troll.trust_region.policy.on_support import PolicyOnSupport
     from troll.trust_region.policy.sparse import SparsePolicy
 
-    for k, entropy, bound in ((64, False, 0.05), (128, True, torch.full((2,), 0.05))):
+    for k, entropy, bound in variants:
         ids, row = torch.zeros(2, k, dtype=torch.int64), torch.zeros(2, requires_grad=True)
         logits = torch.zeros(2, k, requires_grad=True)
         new = PolicyOnSupport(ids, logits, row, 1000, row if entropy else None)
@@ -144,6 +177,10 @@ def _launch_step() -> Iterator[str]:
         outputs = (log_ratio, regression, log_prob, of_entropy)
         sum(x.sum() for x in outputs if x is not None).backward()  # type: ignore[union-attr]
         yield variant
+
+
+#: By what the second argument of the program says.
+LAUNCHES = {"once": launch_once, "all": launch_all}
 
 
 @contextmanager
@@ -210,7 +247,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 if __name__ == "__main__":
     with launches_compile_only(sys.argv[1]) as kernels:
         done = 0
-        for variant in launch_all():
+        for variant in LAUNCHES[sys.argv[2]]():
             for kernel in kernels[done:]:
                 print(json.dumps(dataclasses.asdict(_examined(kernel, variant))))
             done = len(kernels)

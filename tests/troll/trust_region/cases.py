@@ -83,8 +83,6 @@ FAMILIES: dict[str, Callable[[np.random.Generator, int, int], Pair]] = {
     "masked": _masked,
 }
 
-SIZES = (1, 2, 3, 7, 33, 150)
-
 
 def pairs(family: str, rows: int, size: int, seed: int = 0) -> Pair:
     """(old, new) logits of shape (rows, size)."""

@@ -12,14 +12,15 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tiles_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles each way, and a remainder, for 6 tokens and 152 entries."""
-    set_tiles(monkeypatch, rows=4, columns=64, width=152)
+def tiles_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles each way, and a remainder, for 4 tokens and 152 entries."""
+    set_tiles(monkeypatch, rows=3, columns=64, width=152)
 
 
 def set_tiles(monkeypatch: pytest.MonkeyPatch, *, rows: int, columns: int, width: int) -> None:
-    """Sets the sizes of tiles for a vocabulary of a width, four of whose rows are read whole."""
+    """Sets the sizes of tiles for a vocabulary of a width, all but one of whose rows in a tile are read whole."""
+    whole = (rows - 1) * width
     monkeypatch.setattr(head, "TOKEN_TILE", rows)
     monkeypatch.setattr(head, "VOCABULARY_TILE", columns)
-    monkeypatch.setattr(head, "WHOLE_ROWS", {"cpu": 4 * width, "gpu": 4 * width})
+    monkeypatch.setattr(head, "WHOLE_ROWS", {"cpu": whole, "gpu": whole})
     monkeypatch.setattr(logits, "TILE_LOGITS", rows * width)

@@ -21,7 +21,7 @@ from troll.trust_region.step import Pull
 
 #: Tokens of the vocabulary, if a case does not say otherwise: several tiles and a remainder, and 8 slices.
 SIZE = 152
-ROWS = 6
+ROWS = 4
 
 DIFFERENTIABLE = ("log_ratio", "regression", "log_prob", "entropy", "kept_log_mass")
 OF_STEP = ("log_ratio", "regression", "log_prob", "kl_before", "kl_after", "multiplier", "projected")
@@ -95,7 +95,7 @@ def masked_columns() -> Case:
 
 def empty_slices() -> Case:
     """Quarters of the vocabulary have no mass: in both policies, in one, or all but one; or one token has it all."""
-    case, quarter = of_family("peaked", seed=2), SIZE // 4
+    case, quarter = of_family("peaked", rows=6, seed=2), SIZE // 4
     case.old[0, :quarter], case.new[0, :quarter] = -np.inf, -np.inf
     case.new[1, quarter : 2 * quarter] = -np.inf
     case.old[2, -quarter:] = -np.inf
@@ -108,8 +108,8 @@ def empty_slices() -> Case:
 
 def excluded_token() -> Case:
     """The sampled token is excluded by the new policy, within the ball and outside, or by the old one."""
-    case = of_family("peaked", seed=2)
-    at = np.arange(ROWS)
+    case = of_family("peaked", rows=6, seed=2)
+    at = np.arange(6)
     case.new[at[:3], case.tokens[:3]] = -np.inf
     case.old[at[3:], case.tokens[3:]] = -np.inf
     return dataclasses.replace(case, kl_bound=np.array([math.inf, 0.01, 0.05] * 2))
@@ -175,13 +175,13 @@ def not_distributions() -> Case:
 def shifted() -> Case:
     """Totals far from 0."""
     case = of_family("peaked", seed=8)
-    shift = np.array([60.0, -200.0, 0.0] * 2)[:, None]
+    shift = np.array([60.0, -200.0, 0.0, 0.0])[:, None]
     return dataclasses.replace(case, old=held(case.old + shift), new=held(case.new + shift))
 
 
 def shared(family: str, weights: Array) -> Case:
     """Three tokens share a multiplier, two others one, and one of another group has no weight."""
-    case = of_family(family, seed=9, groups=np.array([0, 0, 1, 0, 1, 1]), weights=weights)
+    case = of_family(family, rows=6, seed=9, groups=np.array([0, 0, 1, 0, 1, 1]), weights=weights)
     return dataclasses.replace(case, kl_bound=np.array([0.02, 0.05, 0.3, 0.1, 0.2, 0.1]))
 
 
@@ -246,21 +246,22 @@ def upstream(case: Case) -> dict[str, Array]:
 
 
 @functools.cache
-def expected(case: Case) -> Numbers:
-    """The reference's numbers."""
-    return _numbers(case, old_rows(case), case.new, case.kl_bound, upstream(case))
+def expected(case: Case, paper: bool = False) -> Numbers:
+    """The reference's numbers, of our step or of the paper's."""
+    return _numbers(case, old_rows(case), case.new, case.kl_bound, upstream(case), paper)
 
 
 @functools.cache
-def spread(case: Case, unit: float) -> Numbers:
+def spread(case: Case, unit: float, paper: bool = False) -> Numbers:
     """How far these numbers move with what rounding takes the inputs for: 4 units of the largest, and the bound.
 
     Args:
         case: The case.
         unit: Half the distance of 1 to the next number. A search in float64 meets the bound to 1e-9; one in float32
             stops at 2.3e-5 of it.
+        paper: Whether they are those of the paper's step.
     """
-    wanted = expected(case)
+    wanted = expected(case, paper)
     largest = Numbers(*({name: np.zeros(x.shape) for name, x in each.items()} for each in vars(wanted).values()))
     for seed in range(4):
         generator = np.random.default_rng(seed)
@@ -276,7 +277,7 @@ def spread(case: Case, unit: float) -> Numbers:
             rows.append(dataclasses.replace(row, log_probs=moved[:-1], tail_log_prob=min(moved[-1], -1e-15)))
         sign = (-1) ** seed
         kl_bound = case.kl_bound + sign * 1e-9 if unit < 1e-10 else case.kl_bound * (1 + sign * 2.3e-5)
-        other = _numbers(case, rows, move(case.new), kl_bound, upstream(case))
+        other = _numbers(case, rows, move(case.new), kl_bound, upstream(case), paper)
         same = np.array_equal(other.values["projected"], wanted.values["projected"])
         assert same, "too close a case to compare"
         for most, ours, theirs in zip(*(vars(x).values() for x in (largest, other, wanted)), strict=True):
@@ -287,7 +288,12 @@ def spread(case: Case, unit: float) -> Numbers:
 
 
 def _numbers(
-    case: Case, rows: Sequence[reference.OldRow], new: Array, kl_bound: Array, arriving: dict[str, Array]
+    case: Case,
+    rows: Sequence[reference.OldRow],
+    new: Array,
+    kl_bound: Array,
+    arriving: dict[str, Array],
+    paper: bool = False,
 ) -> Numbers:
     positions = list(zip(new, rows, kl_bound.tolist(), strict=True))
     truncated: list[reference.TruncatedRow] = []
@@ -295,7 +301,7 @@ def _numbers(
         truncated = [reference.truncated_step(row, old, bound, case.pull) for row, old, bound in positions]
         steps = [each.step for each in truncated]
     elif case.groups is None:
-        steps = [reference.step(row, old, bound, case.pull) for row, old, bound in positions]
+        steps = [reference.step(row, old, bound, case.pull, paper=paper) for row, old, bound in positions]
     else:
         assert case.weights is not None
         members = [np.flatnonzero(case.groups == group) for group in np.unique(case.groups)]
@@ -359,8 +365,8 @@ CASES: dict[str, Case] = {
     "proximal": of_family("peaked", pull="proximal", seed=13),
     "proximal, below the floor": dataclasses.replace(below_floor(math.inf), pull="proximal"),
     "shared bound, mean": shared("flat", np.array([0.5, 0.3, 0.6, 0.2, 0.4, 0.0])),
-    "shared bound, sum": shared("peaked", np.ones(ROWS)),
-    "shared bound, proximal": dataclasses.replace(shared("flat", np.ones(ROWS)), pull="proximal"),
+    "shared bound, sum": shared("peaked", np.ones(6)),
+    "shared bound, proximal": dataclasses.replace(shared("flat", np.ones(6)), pull="proximal"),
     **{f"truncated by {name}": truncated(name) for name in TRUNCATIONS},
     "truncated, proximal": truncated("top-k", "proximal"),
     "equal": equal(shifted()),

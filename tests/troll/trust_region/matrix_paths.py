@@ -20,6 +20,7 @@ from tests.troll.trust_region.cases import Array, tensor
 from tests.troll.trust_region.matrix_cases import CASES, Case, upstream
 from troll import Constraint, LMHead, Logits, PackedPolicy, SparsePolicy
 from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.paper import paper_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -51,8 +52,9 @@ class Path:
         entropy: Whether the entropy is read, on another way through a tile.
         carried: What becomes of the old policy between capture and step.
         read_first: The step gets the policy that was read at the old tokens.
+        paper: The step is the paper's.
         one_backward: All outputs are differentiated at once: where a second time is refused, or slow.
-        takes: Whether there is such a source of a case's logits.
+        takes: Whether there is such a source of a case's logits, and the path may matter to it.
         error: Roundings of a logit on the way, of which four are allowed for anyway.
     """
 
@@ -62,6 +64,7 @@ class Path:
     entropy: bool = False
     carried: Callable[[SparsePolicy], SparsePolicy] = lambda old: old
     read_first: bool = False
+    paper: bool = False
     one_backward: bool = False
     takes: Callable[[Case], bool] = lambda case: True
     error: float = 1.0
@@ -111,15 +114,18 @@ def run(path: Path, case: Case, group: Group = None) -> Found:
         if case.groups is not None and case.weights is not None:
             constraint = Constraint(placed(case.groups), placed(case.weights), 2)
 
-        source = after.source
-        step = troll.trust_region_step(
-            troll.log_probs_at(source, old.token_ids) if path.read_first else source,
-            path.carried(old),
-            placed(case.kl_bound),
-            constraint=constraint,
-            pull=case.pull,
-            entropy=path.entropy,
-        )
+        source, kl_bound = after.source, placed(case.kl_bound)
+        if path.paper:
+            step = paper_step(source.logits, old, kl_bound)
+        else:
+            step = troll.trust_region_step(
+                troll.log_probs_at(source, old.token_ids) if path.read_first else source,
+                path.carried(old),
+                kl_bound,
+                constraint=constraint,
+                pull=case.pull,
+                entropy=path.entropy,
+            )
         outputs = {
             name: (placed(arriving).to(step.log_ratio.dtype) * getattr(step, name)).sum()
             for name, arriving in upstream(case).items()
@@ -266,6 +272,41 @@ def finite_by_column(case: Case) -> bool:
     return finite(case) and by_column(case)
 
 
+def of(*names: str) -> Callable[[Case], bool]:
+    """Takes some cases by name."""
+    return lambda case: any(case is CASES[name] for name in names)
+
+
+#: What shows where the form of the logits goes wrong.
+FEW = ("peaked", "not a distribution")
+
+#: For forms of the logits, or of the old policy between capture and step, which change no number.
+FORMS = (
+    *("peaked", "masked", "not a distribution", "below the floor", "ties", "truncated by top-k", "equal"),
+    *("equal, near-deterministic", "shared bound, mean", "wide, ties", "no positions"),
+)
+
+#: Cases that are no other ones to the paper's step, with multipliers within its range.
+PAPER = (
+    *("peaked", "flat", "masked", "masked columns", "below the floor", "below the floor, inside", "outside the top K"),
+    *("ties", "everything", "one slot", "two outcomes", "equal", "no positions"),
+)
+
+#: The interpreter takes a second for what torch does in 20 ms. Kernels have no part in a shared bound, do not know what
+#: truncates a policy, and choose as many tokens of a small vocabulary as of a large one.
+NOT_OF_TRITON = (
+    *("shared bound, mean", "shared bound, sum", "shared bound, proximal", "ties, more than a slice"),
+    *("truncated by top-p", "truncated by min-p first", "truncated, proximal", "equal, truncated"),
+    *("equal, near-deterministic", "equal, proximal", "equal, masked", "equal, below the floor", "masked"),
+    "outside the top K",
+)
+OF_HEAD = (*FEW, "masked columns", "ties", "truncated by top-k", "everything", "equal", "no positions")
+
+
+def forms_by_column(case: Case) -> bool:
+    return of(*FORMS)(case) and by_column(case)
+
+
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
 PATHS: dict[str, Path] = {
@@ -273,53 +314,38 @@ PATHS: dict[str, Path] = {
     "logits, entropy": Path(logits, entropy=True),
     "logits, float32": Path(logits, FLOAT32),
     "logits, bfloat16": Path(logits, BFLOAT16, entropy=True),
-    "logits, float16": Path(logits, FLOAT16),
-    "view": Path(view, entropy=True),
-    "rows": Path(rows, FLOAT32),
+    "logits, float16": Path(logits, FLOAT16, takes=of(*FORMS)),
+    "view": Path(view, entropy=True, takes=of(*FORMS)),
+    "rows": Path(rows, FLOAT32, takes=of(*FORMS)),
     "scaled": Path(scaled, BFLOAT16, entropy=True),
     "softcap": Path(capped, takes=finite, entropy=True),
-    "donated": Path(donated, BFLOAT16, one_backward=True),
+    "donated": Path(donated, BFLOAT16, takes=of(*FORMS), one_backward=True),
     "head": Path(_head(lifted=True), takes=by_column),
     "head, entropy": Path(_head(lifted=True), takes=by_column, entropy=True),
     "head, float32": Path(_head(), FLOAT32, takes=by_column, entropy=True),
     "head, bfloat16": Path(_head(), BFLOAT16, takes=by_column),
-    "head, float16": Path(_head(), FLOAT16, takes=by_column, entropy=True),
+    "head, float16": Path(_head(), FLOAT16, takes=forms_by_column, entropy=True),
     "head, softcap": Path(_head(softcap=True), takes=finite_by_column),
-    "rows of a head": Path(_head(among=True), FLOAT32, takes=by_column),
-    "packed": Path(logits, carried=packed),
-    "packed, joined": Path(logits, FLOAT32, carried=joined),
+    "rows of a head": Path(_head(among=True), FLOAT32, takes=forms_by_column),
+    "packed": Path(logits, takes=of(*FORMS), carried=packed),
+    "packed, joined": Path(logits, FLOAT32, takes=of(*FORMS), carried=joined),
     "read first": Path(logits, FLOAT32, read_first=True),
     "read first, head": Path(_head(), read_first=True, takes=by_column),
+    "paper": Path(logits, paper=True, takes=of(*PAPER)),
+    "paper, float32": Path(logits, FLOAT32, paper=True, takes=of("peaked", "masked columns")),
 }
 
-#: The interpreter takes a second for what torch does in 20 ms: the first of these see every case, the others few.
-FEW = ("peaked", "ties", "not a distribution", "masked columns", "truncated by top-k")
-OF_HEAD = (*FEW, "everything", "one outcome", "near-deterministic", "equal", "no positions")
-
-
-def few(case: Case) -> bool:
-    return any(case is CASES[name] for name in FEW)
-
-
-def of_head(case: Case) -> bool:
-    return any(case is CASES[name] for name in OF_HEAD)
-
-
-def few_finite(case: Case) -> bool:
-    return few(case) and case.excludes_nothing
-
-
 TRITON: dict[str, Path] = {
-    "triton": Path(logits, FLOAT32),
-    "triton, entropy": Path(logits, FLOAT32, takes=few, entropy=True),
-    "triton, bfloat16": Path(logits, BFLOAT16, takes=few),
-    "triton, view": Path(view, FLOAT16, takes=few),
-    "triton, rows": Path(rows, FLOAT32, takes=few),
-    "triton, donated": Path(donated, BFLOAT16, takes=few),
-    "triton, softcap": Path(capped, FLOAT32, takes=few_finite, error=6.0),
-    "triton, scaled": Path(scaled, BFLOAT16, takes=few, entropy=True),
-    "triton, head": Path(_head(), FLOAT32, takes=of_head, entropy=True),
-    "triton, rows of a head": Path(_head(among=True), BFLOAT16, takes=few),
+    "triton": Path(logits, FLOAT32, takes=lambda case: not of(*NOT_OF_TRITON)(case)),
+    "triton, entropy": Path(logits, FLOAT32, takes=of("peaked", "masked columns", "truncated by top-k"), entropy=True),
+    "triton, bfloat16": Path(logits, BFLOAT16, takes=of("peaked")),
+    "triton, view": Path(view, FLOAT16, takes=of(*FEW)),
+    "triton, rows": Path(rows, FLOAT32, takes=of("peaked")),
+    "triton, donated": Path(donated, BFLOAT16, takes=of(*FEW)),
+    "triton, softcap": Path(capped, FLOAT32, takes=of("peaked"), error=6.0),
+    "triton, scaled": Path(scaled, BFLOAT16, takes=of("peaked"), entropy=True),
+    "triton, head": Path(_head(), FLOAT32, takes=of(*OF_HEAD), entropy=True),
+    "triton, rows of a head": Path(_head(among=True), BFLOAT16, takes=of(*FEW)),
 }
 TRITON = {name: dataclasses.replace(path, kernels="triton", one_backward=True) for name, path in TRITON.items()}
 
@@ -335,11 +361,12 @@ def head_in_slices(case: Case) -> bool:
 #: Run by every process of a group, with its slice of the vocabulary: reading/test_vocabulary.py.
 SLICED: dict[str, Path] = {
     "sliced": Path(logits, takes=in_slices, entropy=True),
-    "sliced, float32": Path(logits, FLOAT32, takes=in_slices),
-    "sliced, bfloat16": Path(logits, BFLOAT16, takes=few, entropy=True),
-    "sliced head": Path(_head(lifted=True), takes=head_in_slices),
+    "sliced, float32": Path(logits, FLOAT32, takes=of(*FEW)),
+    "sliced, bfloat16": Path(logits, BFLOAT16, takes=of(*FEW), entropy=True),
+    "sliced head": Path(_head(lifted=True), takes=of(*FEW)),
     "sliced head, entropy": Path(_head(lifted=True), takes=head_in_slices, entropy=True),
-    "sliced head, bfloat16": Path(_head(), BFLOAT16, takes=few),
+    "sliced head, bfloat16": Path(_head(), BFLOAT16, takes=of(*FEW)),
 }
 if importlib.util.find_spec("triton") is not None:
-    SLICED["sliced head, triton"] = Path(_head(), FLOAT32, kernels="triton", takes=few, entropy=True, one_backward=True)
+    by_triton: dict[str, Any] = {"kernels": "triton", "entropy": True, "one_backward": True}
+    SLICED["sliced head, triton"] = Path(_head(), FLOAT32, takes=of("nearly disjoint"), **by_triton)

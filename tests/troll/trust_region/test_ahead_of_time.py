@@ -14,17 +14,25 @@ KERNELS = {
 }
 
 
-def compiled_or_skipped(target: str, cache: Path) -> list[Compiled]:
+@pytest.mark.parametrize(
+    ("target", "variants"),
+    [
+        ("cuda", "once"),
+        pytest.param("cuda", "all", marks=pytest.mark.slow),
+        pytest.param("hip", "all", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile(target: str, variants: str, tmp_path: Path):
     if not has_target(target):
         pytest.skip(f"this Triton cannot compile for {target}")
-    kernels = compiled(target, cache)
+    kernels = compiled(target, tmp_path, variants=variants)
     assert {kernel.kernel for kernel in kernels} == KERNELS
     assert all(kernel.binary > 1000 for kernel in kernels)
-    return kernels
+    if target == "cuda":
+        assert_fits(kernels)
 
 
-def test_kernels_compile_for_cuda(tmp_path: Path):
-    kernels = compiled_or_skipped("cuda", tmp_path)
+def assert_fits(kernels: list[Compiled]) -> None:
     # 16384 candidates, at K = 256, take every register that there is, and some Tritons a few more.
     assert not [kernel for kernel in kernels if kernel.spilled and not kernel.variant.endswith("K 256")]
     assert max(kernel.spilled or 0 for kernel in kernels) <= 256
@@ -34,8 +42,3 @@ def test_kernels_compile_for_cuda(tmp_path: Path):
     tiles = [k for k in kernels if ", W 151936" in k.variant and k.kernel not in of_some_blocks]
     # Rows whose place is known when they are launched only are read as widely as others.
     assert tiles and all(kernel.widest_load == 16 for kernel in tiles)
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_rocm(tmp_path: Path):
-    compiled_or_skipped("hip", tmp_path)

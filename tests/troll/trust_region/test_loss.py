@@ -28,11 +28,10 @@ def settings_of(aggregation: str) -> dict[str, Any]:
     return {"aggregation": aggregation, "max_length": 7 if aggregation == "fixed_length" else None}
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("per_token", "weight"), [(False, 0.3), (True, 0.0)])
 @pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "token_mean of 23"])
 @pytest.mark.parametrize("ratio_level", LEVELS)
-@pytest.mark.parametrize("weight", [0.0, 1.0, 0.3])
-def test_loss_agrees_with_the_reference(ratio_level, aggregation, weight, per_token):
+def test_loss_agrees_with_the_reference(ratio_level, aggregation, per_token, weight):
     step, advantages = random_step(), draw_advantages(per_token)
     aggregation, _, num_tokens = aggregation.partition(" of ")
     options = {"regression_weight": weight, "ratio_level": ratio_level} | settings_of(aggregation)
@@ -107,8 +106,7 @@ def test_loss_gradient_agrees_with_reference(ratio_level, aggregation):
             assert gradient[index].item() == pytest.approx((value(**up) - value(**down)) / 2e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("per_token", "garbage"), [(True, math.nan), (True, math.inf), (False, -math.inf)])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("ratio_level", LEVELS)
 def test_loss_ignores_masked_positions(ratio_level, aggregation, per_token, garbage):
@@ -128,13 +126,6 @@ def test_loss_ignores_masked_positions(ratio_level, aggregation, per_token, garb
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     for name, value in clean_metrics.items():
         torch.testing.assert_close(metrics[name], value, rtol=1e-12, atol=0, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.float32])
-def test_loss_takes_masks_of_any_type(dtype):
-    step, advantages = random_step(), draw_advantages()
-    loss, metrics = troll_loss(step, advantages, MASK)
-    assert troll_loss(step, advantages, MASK.to(dtype)) == (loss, metrics)
 
 
 def test_loss_metrics_are_those_of_the_step():
@@ -189,12 +180,11 @@ def step_of(scored: torch.Tensor) -> TrustRegionStep:
     return dataclasses.replace(random_step(), scored=scored)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
-def test_loss_refuses_mask_of_unscored_tokens(aggregation, dtype):
+def test_loss_refuses_mask_of_unscored_tokens(dtype):
     scored = MASK.bool().clone()
     at = tuple(scored.nonzero()[-1])
-    options = settings_of(aggregation)
+    options = settings_of("fixed_length")
     whole, _ = troll_loss(step_of(scored), draw_advantages(), scored.to(dtype), **options)
     assert torch.equal(whole, troll_loss(random_step(), draw_advantages(), scored, **options)[0])
     scored[at] = False

@@ -1,4 +1,4 @@
-"""Every path on every case: values, gradients and dtypes are the reference's.
+"""Every path on the cases that it takes: values, gradients and dtypes are the reference's.
 
 A path is one entry of `matrix_paths`, a case one of `matrix_cases`.
 """
@@ -21,14 +21,14 @@ PAIRS = [(path, case) for path in EVERY for case in CASES if EVERY[path].takes(C
 
 
 @pytest.mark.parametrize(("path", "case"), PAIRS)
-def test_path_gives_reference(path, case, tiles_of_four):
+def test_path_gives_reference(path, case, tiles_of_three):
     assert_is_reference(EVERY[path], CASES[case], run(EVERY[path], CASES[case]))
 
 
 def assert_is_reference(path: Path, case: Case, found: Found) -> None:
     """The old policy, the fields of the step and the leaves' gradients, and their dtypes."""
     assert_captured(path, case, found)
-    wanted, off = expected(case), spread(case, path.unit)
+    wanted, off = expected(case, path.paper), spread(case, path.unit, path.paper)
     for name, value in found.values.items():
         if name == "projected":
             assert value.tolist() == wanted.values[name].tolist()

@@ -7,64 +7,11 @@ import pytest
 import torch
 
 import troll
-from tests.tolerance import within
 from tests.troll.trust_region import reference
-from tests.troll.trust_region.cases import FAMILIES, array, bounds, capture_rows, pairs, tensor, true_kl
-from troll import SparsePolicy, Truncation
+from tests.troll.trust_region.cases import FAMILIES, array, bounds, pairs, tensor, true_kl
+from troll import Truncation
 from troll.trust_region.dual import TokenCurve, newton
 from troll.trust_region.paper import bracket, paper_step
-
-SUPPORTS = [(1, 0.0), (4, 1e-2), (9, 1e-5), (20, 0.0)]
-
-
-def setting(
-    family: str, top_k: int, threshold: float, rows: int = 24, size: int = 20
-) -> tuple[np.ndarray, SparsePolicy, list[reference.OldRow]]:
-    """New logits, and the captured old policy in both worlds; half of the sampled tokens are the most likely ones."""
-    old_logits, new_logits = pairs(family, rows, size)
-    rng = np.random.default_rng(0)
-    tokens = np.where(rng.random(rows) < 0.5, old_logits.argmax(1), rng.integers(size, size=rows))
-    old = troll.capture(tensor(old_logits), tensor(tokens, torch.int64), top_k=top_k, mass_threshold=threshold)
-    return new_logits, old, capture_rows(old_logits, tokens, top_k, threshold)
-
-
-@pytest.mark.parametrize(("top_k", "threshold"), SUPPORTS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_paper_step_agrees_with_reference(family, top_k, threshold):
-    new_logits, old, rows = setting(family, top_k, threshold)
-    kl_bound = bounds(24, low=1e-2)
-    step = paper_step(tensor(new_logits), old, tensor(kl_bound))
-    for b, row in enumerate(rows):
-        expected = reference.step(new_logits[b], row, float(kl_bound[b]), paper=True)
-        assert bool(step.projected[b]) == expected.projected
-        assert step.log_prob[b].item() == pytest.approx(expected.log_prob, rel=1e-10, abs=1e-12)
-        assert step.kl_before[b].item() == pytest.approx(expected.kl_before, rel=1e-9, abs=1e-11)
-        if expected.multiplier > 99:  # out of the search's reach
-            continue
-        assert step.kl_after[b].item() == pytest.approx(expected.kl_after, abs=1e-9)
-        # KL is met to 1e-11 · ε; where it hardly depends on τ, the rest follows less closely.
-        outcomes = reference.floor_outcomes(new_logits[b], row)
-        solution = reference.solve(outcomes.log_old, outcomes.log_new, float(kl_bound[b]))
-        mean, variance = reference.moments(solution.log_q, outcomes.log_new - outcomes.log_old)
-        slope = np.abs(outcomes.log_new - outcomes.log_old - mean) / max(solution.tau * variance, 1e-300)
-        allowed = 1e-9 * (1 + (slope if expected.projected else 0 * slope))
-        assert abs(step.log_ratio[b].item() - expected.log_ratio) <= within(float(allowed[row.slot]))
-        slack = float(np.sum(np.exp(outcomes.log_new) * allowed))
-        assert abs(step.regression[b].item() - expected.regression) <= within(slack)
-
-
-@pytest.mark.parametrize(("top_k", "threshold"), SUPPORTS)
-@pytest.mark.parametrize("family", ["peaked", "flat", "nearly_equal", "masked"])
-def test_paper_gradients_agree_with_reference(family, top_k, threshold):
-    new_logits, old, rows = setting(family, top_k, threshold)
-    logits = tensor(new_logits).requires_grad_()
-    step = paper_step(logits, old, 0.02)
-    for name in ("log_ratio", "log_prob", "regression"):
-        (gradient,) = torch.autograd.grad(getattr(step, name).sum(), logits, retain_graph=True)
-        for b, row in enumerate(rows):
-            expected = reference.step(new_logits[b], row, 0.02, paper=True)
-            wanted = getattr(expected, f"{name}_gradient")
-            np.testing.assert_allclose(array(gradient[b]), wanted, rtol=within(1e-6), atol=within(1e-6), err_msg=name)
 
 
 def test_paper_step_is_ours_where_policies_are_peaked():
@@ -95,17 +42,6 @@ def test_paper_step_sees_more_kl_where_policies_are_flat():
     assert paper_step(new_logits, old).kl_before.mean() > 20 * true.mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_paper_step_of_equal_policies_has_ratio_one(dtype):
-    logits = (5 * torch.randn(30, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
-    old = troll.capture(logits, torch.arange(30), top_k=8)
-    step = paper_step(logits.requires_grad_(), old)
-    assert step.log_ratio.abs().max() <= 4 * torch.finfo(step.log_ratio.dtype).eps * 40
-    assert not step.projected.any() and not step.regression.any()
-    (gradient,) = torch.autograd.grad((step.log_ratio + step.regression).sum(), logits)
-    assert gradient.isfinite().all()
-
-
 def test_paper_step_of_broken_rows_is_nan():
     generator = torch.Generator().manual_seed(7)
     old_logits, new_logits = (torch.randn(6, 12, generator=generator) for _ in range(2))
@@ -122,15 +58,15 @@ def test_paper_step_of_broken_rows_is_nan():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [2, 5, 40])
+@pytest.mark.parametrize("size", [2, 40])
 def test_bracket_reaches_the_bound(family, size):
     """Held to the numbers of DESIGN.md for ε ≥ 0.01 where η ≤ 1e2 is enough; feasible below, too."""
-    old, new = pairs(family, 60, size, seed=13)
+    old, new = pairs(family, 30, size, seed=13)
     log_old, log_new = (
         tensor(np.array([reference.floored(reference.log_softmax(x)) for x in rows])) for rows in (old, new)
     )
     for low, accurate in ((1e-2, True), (1e-4, False)):
-        kl_bound = bounds(60, low=low, seed=13)
+        kl_bound = bounds(30, low=low, seed=13)
         rows = [reference.project(n, o, e) for n, o, e in zip(new, old, kl_bound, strict=True)]
         reachable = np.array([row.solution.projected and row.solution.multiplier <= 99 for row in rows])
         if not reachable.any():

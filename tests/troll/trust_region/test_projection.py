@@ -15,7 +15,6 @@ from tests.tolerance import EPS
 from tests.troll.trust_region import reference
 from tests.troll.trust_region.cases import (
     FAMILIES,
-    SIZES,
     array,
     assert_log_probs,
     bounds,
@@ -28,19 +27,21 @@ from tests.troll.trust_region.cases import (
 )
 from troll import Projection, SparsePolicy, project
 
-ROWS = 60
+#: Of these the variance of s is too small for six digits of a gradient.
+NO_SIX_DIGITS = ("near_deterministic", "nearly_disjoint")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 33])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_projection_agrees_with_scipy(family, size):
-    old, new = pairs(family, ROWS, size)
-    kl_bound = bounds(ROWS)
+    old, new = pairs(family, 40, size)
+    kl_bound = bounds(40, low=5e-3)
     kl_bound[::7] = np.inf
-    projection = project(tensor(new), tensor(old), kl_bound=tensor(kl_bound))
+    logits, upstream = tensor(new).requires_grad_(), array(random_logits(40, size, seed=3))
+    projection = project(logits, tensor(old), kl_bound=tensor(kl_bound))
     expected = [reference.project(n, o, e) for o, n, e in zip(old, new, kl_bound, strict=True)]
     assert isinstance(projection, Projection)
-    assert projection.log_probs.shape == (ROWS, size)
+    assert projection.log_probs.shape == (40, size)
     assert projection.projected.dtype == torch.bool
     assert projection.projected.tolist() == [row.solution.projected for row in expected]
     np.testing.assert_allclose(
@@ -53,7 +54,13 @@ def test_projection_agrees_with_scipy(family, size):
     was_projected = array(projection.projected)
     error = np.abs(true_kl(array(projection.log_probs), old) - kl_bound)[was_projected]
     assert error.size == 0 or error.max() <= 1e-9
+    finite = projection.log_probs > -math.inf
+    torch.where(finite, projection.log_probs, 0.0).backward(gradient=tensor(upstream))
+    assert logits.grad is not None
     for b, row in enumerate(expected):
+        if family not in NO_SIX_DIGITS:
+            gradient = row.gradient(np.where(np.isfinite(row.log_probs), upstream[b], 0.0))
+            np.testing.assert_allclose(array(logits.grad[b]), gradient, rtol=1e-6, atol=1e-6)
         assert_log_probs(array(projection.log_probs[b]), row)
         if row.solution.projected:
             # τ is known as well as the bound is met: to kl_error / (τ σ²).
@@ -67,7 +74,7 @@ def test_projection_agrees_with_scipy(family, size):
 
 @pytest.mark.parametrize("family", ["flat", "near_deterministic"])
 def test_projection_of_large_vocabulary_meets_bound(family):
-    old, new = pairs(family, 2, 50_000)
+    old, new = pairs(family, 2, 20_000)
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3 * 0.05)):
         projection = project(tensor(new, dtype), tensor(old, dtype), kl_bound=0.05)
         for b in range(2):
@@ -79,13 +86,12 @@ def test_projection_of_large_vocabulary_meets_bound(family):
                 assert abs(after[0] - 0.05) <= tolerance
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (7, torch.float16), (150, torch.float32)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_projection_in_float32_meets_bound(family, size, dtype):
-    """Judged in float64 from the very logits that went in; bf16 and fp16 inputs are computed in float32."""
-    old, new = (tensor(x, dtype) for x in pairs(family, ROWS, size, seed=1))
-    kl_bound = bounds(ROWS, seed=1)
+    """Judged in float64 from the very logits that went in; half precision is computed in float32."""
+    old, new = (tensor(x, dtype) for x in pairs(family, 40, size, seed=1))
+    kl_bound = bounds(40, seed=1)
     projection = project(new, old, kl_bound=tensor(kl_bound, torch.float32))
     assert projection.log_probs.dtype == projection.kl_after.dtype == torch.float32
     kl_bound = array(tensor(kl_bound, torch.float32))
@@ -113,22 +119,6 @@ def test_projection_has_shape_of_positions(shape, size):
         assert getattr(projection, name).shape == shape, name
     projection.log_probs.sum().backward()
     assert new.grad is not None and new.grad.shape == new.shape
-
-
-@pytest.mark.parametrize("size", [2, 3, 8, 20])
-@pytest.mark.parametrize("family", ["peaked", "flat", "nearly_equal", "masked"])
-def test_projection_gradients_agree_with_reference(family, size):
-    old, new = pairs(family, 40, size, seed=2)
-    upstream = array(random_logits(40, size, seed=3))
-    logits = tensor(new).requires_grad_()
-    projection = project(logits, tensor(old), kl_bound=0.02)
-    finite = projection.log_probs > -math.inf
-    torch.where(finite, projection.log_probs, 0.0).backward(gradient=tensor(upstream))
-    assert logits.grad is not None
-    for b in range(40):
-        row = reference.project(new[b], old[b], 0.02)
-        expected = row.gradient(np.where(np.isfinite(row.log_probs), upstream[b], 0.0))
-        np.testing.assert_allclose(array(logits.grad[b]), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_projection_gradients_of_degenerate_are_finite():
@@ -174,20 +164,6 @@ def test_projection_bounds_broadcast(shape):
     assert torch.equal(project(new, old, kl_bound=kl_bound).log_probs, full.log_probs)
 
 
-def test_projection_is_monotone_in_bound():
-    old, new = (tensor(x) for x in pairs("peaked", 60, 9, seed=3))
-    previous = project(new, old, kl_bound=1e-3)
-    distance = torch.full((60,), math.inf, dtype=torch.float64)
-    log_new = torch.log_softmax(new, -1)
-    for kl_bound in (3e-3, 1e-2, 0.05, 0.2, 1.0, 5.0):
-        projection = project(new, old, kl_bound=kl_bound)
-        assert (projection.kl_after >= previous.kl_after - 1e-9).all()
-        assert (projection.multiplier <= previous.multiplier * (1 + 1e-6)).all()
-        now = (projection.log_probs.exp() * (projection.log_probs - log_new)).sum(-1)
-        assert (now <= distance + 1e-9).all()
-        previous, distance = projection, now
-
-
 def test_projection_ignores_order_and_shift():
     old, new = random_logits(30, 12, scale=2.0), random_logits(30, 12, seed=1, scale=2.0)
     plain = project(new, old, kl_bound=0.03)
@@ -196,16 +172,6 @@ def test_projection_ignores_order_and_shift():
     torch.testing.assert_close(permuted.log_probs, plain.log_probs[:, order], rtol=0, atol=1e-8)
     shifted = project(new + 7.0, old - 30.0, kl_bound=0.03)
     torch.testing.assert_close(shifted.log_probs, plain.log_probs, rtol=0, atol=1e-8)
-
-
-def test_projection_is_idempotent():
-    """q lies in the ball (to 1e-9), so projecting it again changes nothing that matters."""
-    for family in ("flat", "peaked", "nearly_disjoint"):
-        old, new = (tensor(x) for x in pairs(family, 60, 9, seed=4))
-        once = project(new, old, kl_bound=0.05)
-        twice = project(once.log_probs, old, kl_bound=0.05)
-        torch.testing.assert_close(twice.log_probs.exp(), once.log_probs.exp(), rtol=0, atol=1e-7)
-        assert twice.multiplier.max() <= 1e-5
 
 
 LOGITS = st.lists(
@@ -293,7 +259,7 @@ def test_projection_of_policies_agrees_with_reference(family, top_k, threshold):
         got = array(projection.log_probs[b])
         assert (got[[i for i in range(width) if i not in where]] == -np.inf).all()
         assert_log_probs(got[where], row)
-        if family not in ("near_deterministic", "nearly_disjoint"):  # there σ² is too small for six digits
+        if family not in NO_SIX_DIGITS:
             expected = row.gradient(np.where(np.isfinite(row.log_probs), upstream[b][where], 0.0))
             np.testing.assert_allclose(array(logits.grad[b]), expected, rtol=1e-6, atol=1e-6)
 

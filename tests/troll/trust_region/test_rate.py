@@ -22,6 +22,13 @@ RIGHT = 1e-4
 #: Updates per rollout and staleness. In the last one, rollouts are up to 128 updates old.
 SHORT, USUAL, LONG, STALE = (2, 0), (8, 0), (32, 0), (8, 121)
 SCALES = [SHORT, USUAL, LONG, STALE]
+#: Each of them under one of the laws.
+LAW_OF_SCALE = [
+    ("sum of rate^1.5", SHORT),
+    ("sum of rate^2", USUAL),
+    ("square of the sum", LONG),
+    ("square of the sum", STALE),
+]
 #: KLs of a walk of given rates, up to a factor.
 LAWS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum of rate^1.5": lambda rates: sum(rate**1.5 for rate in rates),
@@ -117,15 +124,9 @@ def test_rate_is_found_and_kept(law, scale, start):
     # A first step that is ten times too long cannot be undone, and nothing much worse follows it.
     assert max(policy.kls) < 3 * max(policy.last_kl, policy.kls[1])
     assert max(policy.kls) < 50 * TARGET
+    if start < 1:
+        assert max(policy.rates) < 4 * RIGHT
     assert not policy.warnings
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("law", LAWS)
-def test_search_does_not_overshoot(law, scale):
-    policy = Policy(law, scale, start=1e-4).train(60)
-    assert max(policy.rates) < 4 * RIGHT
-    assert max(policy.kls) < 3 * policy.last_kl
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -137,8 +138,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("law", "scale"), LAW_OF_SCALE)
 def test_schedule_keeps_its_shape(law, scale, schedule):
     rollouts = 60
     policy = Policy(law, scale)
@@ -151,11 +151,6 @@ def test_schedule_keeps_its_shape(law, scale, schedule):
     kept = [policy.rates[update] for update in late if values[update] >= 0.1]
     assert usual / 2 < min(kept) and max(kept) < usual * 2
     assert not policy.warnings
-
-
-def test_warm_up_from_zero_begins():
-    policy = Policy(scale=SHORT, noise=0.0).train(60, lambda update: min(update / 40, 1.0))
-    assert policy.used[0] == 0 and policy.used[-1] == pytest.approx(RIGHT, rel=0.05)
 
 
 # What one measurement says
@@ -248,9 +243,17 @@ def test_update_that_does_not_move_adds_nothing():
 # The floor
 
 
-@pytest.mark.parametrize("start", [1e-4, 1e-2, 1.0])
-@pytest.mark.parametrize(("scale", "floor"), [(SHORT, 7e-4), (SHORT, 2e-3), (USUAL, 7e-4), (USUAL, 5e-3), (LONG, 0.02)])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("start", [1e-4, 1.0])
+@pytest.mark.parametrize(
+    ("law", "scale", "floor"),
+    [
+        ("sum of rate^1.5", SHORT, 7e-4),
+        ("square of the sum", SHORT, 2e-3),
+        ("sum of rate^2", USUAL, 7e-4),
+        ("sum of rate^1.5", USUAL, 5e-3),
+        ("square of the sum", LONG, 0.02),
+    ],
+)
 def test_rate_is_found_above_floor(law, scale, floor, start):
     policy = Policy(law, scale, start, floor=floor).train(60)
     late = policy.rates[30 * policy.updates :]
@@ -331,7 +334,7 @@ def test_level_without_a_half_is_ignored(level):
     assert policy.rates[-1] > RIGHT / 2 and not policy.warnings
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [SHORT, STALE])
 def test_noisy_success_has_not_fallen(scale):
     generator = random.Random(0)
     # Of an update's 64 samples, 10 % succeed.
@@ -346,7 +349,7 @@ def test_rate_does_not_grow_to_older_mean_if_level_is_low():
     assert control.update(2 * control.wanted(2), 2, entropy=0.1) <= rate
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [SHORT, USUAL])
 def test_rate_stays_within_ten_times_what_reached_the_kl(scale):
     policy = Policy(scale=scale).train(40)
     reached = policy.control.state_dict()["reached"]
@@ -360,8 +363,16 @@ def test_rate_stays_within_ten_times_what_reached_the_kl(scale):
 
 
 @pytest.mark.parametrize("start", [1e-4, 1.0])
-@pytest.mark.parametrize(("scale", "target"), [(SHORT, 0.5), (SHORT, 1.0), (USUAL, 0.5), (USUAL, 1.0), (LONG, 0.5)])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("law", "scale", "target"),
+    [
+        ("sum of rate^1.5", SHORT, 0.5),
+        ("square of the sum", SHORT, 1.0),
+        ("sum of rate^2", USUAL, 0.5),
+        ("square of the sum", USUAL, 1.0),
+        ("sum of rate^2", LONG, 0.5),
+    ],
+)
 def test_rate_is_held_if_target_is_out_of_reach(law, scale, target, start):
     # The KL approaches 0.05, and a right rate is one whose KL would be the target if it did not.
     policy = Policy(law, scale, start, most=0.05, target=target, noise=0.1).train(150)
@@ -390,8 +401,7 @@ def test_rate_is_released_when_policy_moves_otherwise(change):
     assert None in held
 
 
-@pytest.mark.parametrize("scale", [USUAL, LONG])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("law", "scale"), LAW_OF_SCALE[1:3])
 def test_pull_that_saturates_late_ages_is_no_failure(law, scale):
     policy = Policy(law, scale, most=0.05).train(60)
     assert RIGHT / 2 < policy.rates[-1] < 2 * RIGHT and not policy.warnings

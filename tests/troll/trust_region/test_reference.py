@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import minimize
 
 from tests.troll.trust_region import reference
-from tests.troll.trust_region.cases import FAMILIES, bounds, pairs
+from tests.troll.trust_region.cases import pairs
 
 Array = np.ndarray
 OUTCOMES = (reference.bucket_outcomes, reference.floor_outcomes)
@@ -69,16 +69,6 @@ def test_absent_tail_is_not_an_outcome():
     assert math.exp(outcomes.log_old[2]) == pytest.approx(1e-12)
 
 
-@pytest.mark.parametrize("outcomes_of", OUTCOMES)
-def test_outcomes_are_distributions(outcomes_of):
-    old_logits, new_logits = pairs("peaked", 20, 30)
-    for old_row, new_row in zip(old_logits, new_logits, strict=True):
-        outcomes = outcomes_of(new_row, reference.capture(old_row, 7, 6, 1e-3))
-        assert np.exp(outcomes.log_old).sum() == pytest.approx(1.0, abs=1e-13)
-        assert np.exp(outcomes.log_new).sum() == pytest.approx(1.0, abs=1e-13)
-        assert sorted(v for members in outcomes.tokens for v in members) == list(range(30))
-
-
 def test_floor_outcomes_by_hand():
     old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 1, 0.0)
     outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), old)
@@ -90,15 +80,6 @@ def test_floor_outcomes_by_hand():
     assert np.exp(outcomes.log_old) == pytest.approx([2 / 3, 1 / 3, 1e-12 / 0.9, 1e-12 / 0.9])
     assert np.exp(outcomes.log_new) == pytest.approx([2 / 9, 1 / 9, 6 / 9, 1e-12 / 0.9])
     assert outcomes.blocked.tolist() == [False, False, False, True]
-
-
-@pytest.mark.parametrize("paper", [False, True])
-@pytest.mark.parametrize("log_p", [-0.1, -20.0, -30.0, -60.0, -100.0])
-def test_equal_policies_have_ratio_one(log_p, paper):
-    row = np.array([0.0, 0.3, log_p, -1.0])
-    step = reference.step(row, reference.capture(row, 2, 3, 0.0), 0.05, paper=paper)
-    # To the rounding of a log-probability of size |log p|.
-    assert step.log_ratio == pytest.approx(0.0, abs=1e-13)
 
 
 def test_unprojected_ratio_is_of_raw_probabilities():
@@ -156,31 +137,13 @@ def test_projection_is_the_constrained_minimum(family, kl_bound, size):
         assert solution.kl_after <= kl_bound + 1e-12
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [1, 2, 3, 30])
-def test_root_meets_the_bound(family, size):
-    old_logits, new_logits = pairs(family, 40, size)
-    for old_row, new_row, kl_bound in zip(old_logits, new_logits, bounds(40), strict=True):
-        row = reference.project(new_row, old_row, kl_bound)
-        if not row.solution.projected:
-            assert row.solution.kl_before <= kl_bound
-            assert row.log_probs == pytest.approx(reference.log_softmax(new_row))
-            continue
-        assert row.solution.kl_after == pytest.approx(kl_bound, abs=1e-12)
-        assert 0 < row.solution.tau < 1
-        # The paper's own formula: the normalised (η log p + log p̃) / (η + 1).
-        eta = row.solution.multiplier
-        log_q = reference.log_softmax((eta * row.outcomes.log_old + row.outcomes.log_new) / (eta + 1))
-        assert row.log_probs == pytest.approx(log_q, abs=1e-8)
-
-
 def test_gradient_of_the_dense_projection():
     rng = np.random.default_rng(1)
     projected = 0
-    for family in ("flat", "peaked", "masked"):
-        old_logits, new_logits = pairs(family, 8, 7)
+    for family, size in (("flat", 7), ("peaked", 7), ("masked", 7), ("flat", 2)):
+        old_logits, new_logits = pairs(family, 8, size)
         for old_row, new_row in zip(old_logits, new_logits, strict=True):
-            upstream = rng.standard_normal(7)
+            upstream = rng.standard_normal(size)
 
             def weighted(z, old=old_row, weight=upstream):
                 log_probs = reference.project(z, old, 0.05).log_probs
@@ -324,13 +287,6 @@ def test_truncated_step_gradients_are_those_of_differences():
     assert gradient == pytest.approx(central_differences(lambda z: reference.entropy(z)[0], new_row), abs=1e-6)
 
 
-def test_two_outcomes_have_no_gradient_through_q():
-    for old_row, new_row in zip(*pairs("flat", 20, 2), strict=True):
-        row = reference.project(new_row, old_row, 1e-3)
-        if row.solution.projected:
-            assert row.gradient(np.array([1.0, -0.3])) == pytest.approx([0.0, 0.0], abs=1e-10)
-
-
 def test_chain_rule_between_bucket_and_dense():
     for old_row, new_row in zip(*pairs("flat", 20, 12), strict=True):
         old = reference.capture(old_row, 3, top_k=5, mass_threshold=0.0)
@@ -359,11 +315,3 @@ def test_full_support_equals_dense(family, paper):
             continue  # a ratio of what is floored is tested above
         assert step.log_ratio == pytest.approx(log_q - dense.outcomes.log_old[token], abs=1e-9)
         assert step.log_ratio_gradient == pytest.approx(dense.gradient(one_hot), abs=1e-7)
-
-
-@pytest.mark.parametrize("broken", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
-def test_step_of_broken_rows_is_nan(broken):
-    assert not reference.is_finite_row(np.array(broken))
-    old = reference.capture(np.zeros(3), 0, 3, 0.0)
-    step = reference.step(np.array(broken), old, 0.05)
-    assert math.isnan(step.log_ratio) and math.isnan(step.kl_before)

@@ -17,9 +17,10 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.troll.trust_region import reference
-from tests.troll.trust_region.cases import LOGIT, TOKEN_FIELDS, pairs, random_logits, tensor
+from tests.troll.trust_region.cases import LOGIT, TOKEN_FIELDS, pairs, tensor
 from tests.troll.trust_region.matrix_cases import Case
 from tests.troll.trust_region.matrix_paths import PATHS, apart, run
+from tests.troll.trust_region.reading.sources import KINDS, Problem
 from tests.troll.trust_region.test_matrix import assert_is_reference
 from troll import LMHead, Logits
 from troll.trust_region.reading.source import LogitsSource
@@ -28,7 +29,7 @@ from troll.trust_region.step import PULLS
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=9),
     top_k=st.integers(1, 10),
@@ -91,15 +92,18 @@ def test_step_on_another_path_differs_by_product_rounding(dtype):
     assert largest > 0.001, "the paths do differ"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,), (2, 0)])
-def test_step_has_shape_of_positions(shape):
-    logits = random_logits(*shape, 11).requires_grad_()
-    old = troll.capture(random_logits(*shape, 11, seed=1), torch.zeros(shape, dtype=torch.int64), top_k=4)
-    step = troll.trust_region_step(logits, old, entropy=True)
+def test_capture_and_step_have_shape_of_positions(kind, shape):
+    problem = Problem(kind, shape=shape, size=11)
+    old = troll.capture(problem.source(), problem.token_ids, top_k=4)
+    assert old.shape == old.slot.shape == old.log_prob.shape == shape
+    assert old.token_ids.shape == old.log_probs.shape == (*shape, 4)
+    step = troll.trust_region_step(problem.source(), old, entropy=True)
     for name in (*TOKEN_FIELDS, "entropy"):
         assert getattr(step, name).shape == shape, name
-    (step.log_ratio.sum() + step.regression.sum()).backward()
-    assert logits.grad is not None and logits.grad.shape == logits.shape
+    for gradient, leaf in zip(problem.gradients(step.log_ratio.sum()), problem.leaves, strict=True):
+        assert gradient.shape == leaf.shape
 
 
 def test_step_numbers_carry_no_gradient():

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def gradients(step: TrustRegionStep, new: PolicyOnSupport, **arriving: Tensor) -
 
 
 def test_step_without_gradient_and_entropy_is_the_same():
-    new, old = policies("peaked", 4)
+    new, old = policies("peaked", 2)
     expected = troll.trust_region_step(new, old)
     plain = leaves(new, None)
     with torch.no_grad():
@@ -62,21 +61,21 @@ def test_step_without_gradient_and_entropy_is_the_same():
 @pytest.mark.parametrize("family", ["flat", "near_deterministic"])
 def test_bounds_below_float32_end_the_search(family):
     """No promise is made below 1e-3, but every value and gradient is finite."""
-    kl_bound = tensor(bounds(8, low=1e-14, high=1e-6), torch.float32).to(DEVICE)
-    new, old = policies(family, 8)
+    kl_bound = tensor(bounds(5, low=1e-14, high=1e-6), torch.float32).to(DEVICE)
+    new, old = policies(family, 5)
     step = troll.trust_region_step(new, old, kl_bound)
     assert step.projected.sum() > 3
-    ones = torch.ones(8, device=DEVICE)
+    ones = torch.ones(5, device=DEVICE)
     assert all(x.isfinite().all() for x in gradients(step, new, log_ratio=ones, regression=ones))
     assert all(getattr(step, name).isfinite().all() for name in FLOATS)
     assert (step.kl_after <= kl_bound * (1 + 1e-3))[step.projected].all()
 
 
-@pytest.mark.parametrize(("family", "size", "seed"), [("masked", 7, 2), ("nearly_disjoint", 33, 3)])
-def test_search_meets_bound_where_newton_overshoots(family, size, seed):
-    """The bracket's upper end is needed for some of these policies."""
-    old_logits, new_logits = (tensor(x, torch.float32).to(DEVICE) for x in pairs(family, 10, size, seed=seed))
-    kl_bound = tensor(bounds(10, seed=seed), torch.float32).to(DEVICE)
+@pytest.mark.parametrize(("family", "size", "seed", "row"), [("masked", 7, 2, 5), ("nearly_disjoint", 33, 3, 8)])
+def test_search_meets_bound_where_newton_overshoots(family, size, seed, row):
+    """The bracket's upper end is needed for these policies."""
+    old_logits, new_logits = (tensor(x[[row]], torch.float32).to(DEVICE) for x in pairs(family, 10, size, seed=seed))
+    kl_bound = tensor(bounds(10, seed=seed)[[row]], torch.float32).to(DEVICE)
     old = troll.capture(old_logits, old_logits.argmax(-1), top_k=size - 1, mass_threshold=0.0)
     step = troll.trust_region_step(new_logits, old, kl_bound)
     assert step.projected.any()
@@ -96,59 +95,56 @@ def test_bounds_broadcast_over_shapes_and_strides():
     assert torch.equal(troll.trust_region_step(shaped, old.view((2, 3)), 0.1).log_ratio[:, 1], made.log_ratio[:, 1])
 
 
-@pytest.mark.parametrize("kl_bound", [0.0, -1.0, math.nan])
-def test_bound_out_of_range_is_named(kl_bound):
-    with pytest.raises(ValueError, match="kl_bound"):
-        troll.trust_region_step(*policies("flat", 3), kl_bound)
+def test_bound_out_of_range_is_named():
+    policies_of_two = policies("flat", 2)
+    for kl_bound in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="kl_bound"):
+            troll.trust_region_step(*policies_of_two, kl_bound)
 
 
-@pytest.mark.parametrize(("dtype", "taken"), [(torch.float32, True), (torch.float64, False)])
-def test_kernel_leaves_float64_to_torch(dtype, taken, monkeypatch):
-    new, old = policies("peaked", 3, dtype=dtype)
-    spy = mock.Mock(wraps=step_triton.step)
-    monkeypatch.setattr(step_triton, "step", spy)
-    troll.trust_region_step(new, old)
-    assert spy.called == taken
-
-
-@pytest.mark.parametrize("pull", ["projection", "proximal"])
 @pytest.mark.parametrize(
-    ("where", "value"),
-    [("logits", math.nan), ("logits", math.inf), ("tail_logit", math.nan), ("log_probs", math.nan), ("bound", 0.0)],
+    ("where", "value", "pull"),
+    [
+        ("logits", math.nan, "projection"),
+        ("logits", math.inf, "projection"),
+        ("tail_logit", math.nan, "projection"),
+        ("log_probs", math.nan, "proximal"),
+        ("bound", 0.0, "projection"),
+    ],
 )
 def test_broken_row_is_nan_without_gradient(where, value, pull, monkeypatch):
     """Whatever arrives at it; and nothing of it gets into other rows."""
-    new, old = policies("peaked", 4)
+    new, old = policies("peaked", 3)
     # A bound on a GPU is not looked at before, one on a CPU is.
     monkeypatch.setattr(step_triton, "broadcast_bound", lambda bound, shape, like: bound)
-    numbers: Any = {"bound": torch.full((4,), 0.05, device=DEVICE)} | vars(new) | {"log_probs": old.log_probs}
+    numbers: Any = {"bound": torch.full((3,), 0.05, device=DEVICE)} | vars(new) | {"log_probs": old.log_probs}
     clean = troll.trust_region_step(new, old, numbers["bound"], pull=pull)
     at = (1, int(old.slot[1]) - 1) if numbers[where].dim() == 2 else (1,)
     numbers[where].data[at] = value
     step = troll.trust_region_step(new, old, numbers["bound"], pull=pull)
     assert all(getattr(step, name)[1].isnan() for name in FLOATS) and not step.projected[1]
-    fine = torch.tensor([0, 2, 3], device=DEVICE)
+    fine = torch.tensor([0, 2], device=DEVICE)
     assert all(torch.equal(getattr(step, name)[fine], getattr(clean, name)[fine]) for name in FLOATS)
-    nothing = torch.tensor([1.0, math.nan, 1.0, 1.0], device=DEVICE)
+    nothing = torch.tensor([1.0, math.nan, 1.0], device=DEVICE)
     for gradient in gradients(step, new, log_ratio=nothing, regression=nothing, entropy=nothing):
         assert not gradient[1].any() and gradient[fine].isfinite().all()
 
 
 def test_gradient_ignores_nan_at_pull_that_is_constant():
     """A masked token may bring NaN to the regression of a token that is not projected."""
-    new, old = policies("nearly_equal", 4)
+    new, old = policies("nearly_equal", 2)
     step = troll.trust_region_step(new, old, math.inf)
-    found = gradients(step, new, regression=torch.full((4,), math.nan, device=DEVICE))
+    found = gradients(step, new, regression=torch.full((2,), math.nan, device=DEVICE))
     assert not step.projected.any() and not any(x.any() for x in found)
 
 
 def test_tail_without_mass_ignores_its_entropy():
-    new, old = policies("flat", 4)
+    new, old = policies("flat", 2)
     new.tail_logit.data[:] = -math.inf
-    expected = troll.trust_region_step(dataclasses.replace(new, tail_entropy=torch.zeros(4, device=DEVICE)), old)
-    nan = leaves(new, torch.full((4,), math.nan, device=DEVICE))
+    expected = troll.trust_region_step(dataclasses.replace(new, tail_entropy=torch.zeros(2, device=DEVICE)), old)
+    nan = leaves(new, torch.full((2,), math.nan, device=DEVICE))
     step = troll.trust_region_step(nan, old)
     assert step.entropy is not None and expected.entropy is not None
     assert torch.equal(step.entropy, expected.entropy) and step.entropy.isfinite().all()
-    of_logits, of_tail = gradients(step, nan, entropy=torch.ones(4, device=DEVICE))
+    of_logits, of_tail = gradients(step, nan, entropy=torch.ones(2, device=DEVICE))
     assert of_logits.isfinite().all() and not of_tail.any()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import troll
 from troll import SparsePolicy
 
-many_examples = settings(max_examples=150, deadline=None, derandomize=True)
+many_examples = settings(max_examples=80, deadline=None, derandomize=True)
 
 #: The tensors of a sparse policy; those of a packed one are these and its counts.
 FIELDS = ("token_ids", "log_probs", "tail_log_prob", "slot")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.special import entr, log_softmax, logsumexp, rel_entr
+from scipy.special import entr, log_softmax
 from torch import Tensor
 
 import troll
@@ -16,7 +16,7 @@ from tests.tolerance import within
 from tests.troll.trust_region import reference
 from tests.troll.trust_region.cases import FAMILIES, Array, array, pairs, tensor
 from tests.troll.trust_region.policy.policies import many_examples, random_policy
-from troll import PolicyOnSupport, SparsePolicy
+from troll import PolicyOnSupport
 from troll.trust_region.policy.on_support import sparse_entropy, sparse_kl
 
 IDS = torch.tensor([[5, 2, -1], [0, 7, 4]])
@@ -32,15 +32,6 @@ def random_outcomes(seed: int, rows: int = 6, slots: int = 4, scale: float = 1.0
     return PolicyOnSupport(torch.arange(slots).expand(rows, slots), z[:, :-1], z[:, -1], 100)
 
 
-def pair_of(family: str, rows: int, size: int, **keywords: float) -> tuple[PolicyOnSupport, SparsePolicy, Array, Array]:
-    """The new policy on the old one's support, and both as dense log-probabilities."""
-    old_logits, new_logits = pairs(family, rows, size)
-    tokens = torch.from_numpy(np.nanargmax(old_logits, axis=1))
-    old = troll.capture(tensor(old_logits), tokens, **keywords)  # type: ignore[arg-type]
-    new = troll.log_probs_at(tensor(new_logits), old.token_ids)
-    return new, old, log_softmax(new_logits, axis=-1), log_softmax(old_logits, axis=-1)
-
-
 def test_log_probs_are_normalised():
     policy = outcomes([[3.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], [0.5, -math.inf])
     assert policy.shape == (2,)
@@ -49,24 +40,6 @@ def test_log_probs_are_normalised():
     np.testing.assert_allclose(array(policy.outcomes), expected, rtol=1e-14)
     np.testing.assert_allclose(array(policy.log_probs), expected[:, :-1], rtol=1e-14)
     np.testing.assert_allclose(array(policy.tail_log_prob), expected[:, -1], rtol=1e-14)
-
-
-@pytest.mark.parametrize("top_k", [1, 4, 12])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sparse_kl_agrees_with_scipy(family, top_k):
-    """Not floored: masses of 1e-14, far below the floor of a projection, count with what they are."""
-    new, old, log_new, log_old = pair_of(family, 30, 12, top_k=top_k, mass_threshold=0.0)
-    ids = array(old.token_ids)
-    dense = []
-    for log_probs in (log_new, log_old):
-        rest = [
-            logsumexp(np.delete(row, own)) if top_k < 12 else -np.inf for row, own in zip(log_probs, ids, strict=True)
-        ]
-        dense.append(np.exp(np.column_stack([np.take_along_axis(log_probs, ids, -1), rest])))
-    for found, (a, b) in ((sparse_kl(new, old), dense), (sparse_kl(old, new), dense[::-1])):
-        # Σ a log(a/b) of scipy cancels to some eps of 1 where the two are close; a log-probability of −100 has 1e-14.
-        np.testing.assert_allclose(array(found), rel_entr(a, b).sum(-1), rtol=1e-11, atol=1e-13)
-        assert (found >= 0).all()
 
 
 def test_sparse_kl_of_close_policies_in_float32():
@@ -121,6 +94,7 @@ def test_sparse_kl_of_any_two_policies(rows):
     ids = torch.arange(z.shape[1] - 1)
     new, old = (PolicyOnSupport(ids, row[:-1], row[-1], 50) for row in leaf)
     found = sparse_kl(new, old)
+    assert not found < 0
     a, b = (log_softmax(row) for row in z)
     # By hand, since exp(−800) is 0 in both and its logarithm is not.
     with np.errstate(invalid="ignore"):

@@ -20,9 +20,9 @@ from troll.trust_region.policy.top import BLOCK, Top, largest, policy_from_top, 
 THRESHOLDS = st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91])
 
 
-@pytest.mark.parametrize("k", [1, 3, 10])
+@pytest.mark.parametrize("k", [1, 10])
 @pytest.mark.parametrize("size", [64 * 40, 64 * 40 + 17])
-@pytest.mark.parametrize("levels", [None, 2, 50])
+@pytest.mark.parametrize("levels", [None, 2])
 def test_top_ids_by_blocks_are_those_of_stable_sort(k, size, levels):
     assert size // BLOCK > 2 * k, "else no blocks are used"
     generator = torch.Generator().manual_seed(2)
@@ -103,7 +103,7 @@ def assert_same_policy(actual: SparsePolicy, expected: SparsePolicy, rtol: float
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("size", "top_k", "threshold"), [(1, 64, 1e-5), (5, 3, 0.0), (40, 8, 1e-2), (130, 64, 1e-5)])
+@pytest.mark.parametrize(("size", "top_k", "threshold"), [(40, 8, 1e-2), (130, 64, 1e-5)])
 def test_capture_top_is_capture_of_logits(family, size, top_k, threshold):
     logits = tensor(pairs(family, 50, size)[0]).view(5, 10, size)
     token_ids = torch.randint(size, (5, 10), generator=torch.Generator().manual_seed(0))
@@ -194,15 +194,6 @@ def test_capture_top_of_broken_row_is_nan():
     assert policy.log_prob.isnan().tolist() == [False, True, False, True]
 
 
-@pytest.mark.parametrize("truncated", [True, False])
-def test_capture_top_of_no_position(truncated):
-    policy = troll.capture_top(
-        torch.zeros(0, 3).long(), torch.zeros(0, 3), torch.zeros(0).long(), torch.zeros(0), 5, truncated=truncated
-    )
-    assert policy.shape == (0,)
-    assert policy.truncated == truncated
-
-
 def test_capture_top_detaches_and_copies():
     log_probs = torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log().requires_grad_()
     policy = troll.capture_top(torch.tensor([[0, 1]] * 2), log_probs, torch.tensor([0, 1]), log_probs[:, 1], 5)
@@ -226,17 +217,13 @@ def test_capture_top_computes_half_precision_in_float32(dtype):
     torch.testing.assert_close(policy.outcomes[0, used].double(), expected, rtol=0, atol=8 * 2**-23 * 3)
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_capture_top_of_shapes_without_positions(shape):
+@pytest.mark.parametrize(("shape", "truncated"), [((0,), False), ((0,), True), ((2, 0), False)])
+def test_capture_top_of_no_positions(shape, truncated):
+    ids, sampled = torch.zeros(*shape, 3, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     policy = troll.capture_top(
-        torch.zeros(*shape, 3, dtype=torch.int64),
-        torch.zeros(*shape, 3),
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape),
-        9,
-        top_k=2,
+        ids, torch.zeros(*shape, 3), sampled, torch.zeros(shape), 9, top_k=2, truncated=truncated
     )
-    assert policy.shape == shape and policy.token_ids.shape == (*shape, 2)
+    assert policy.shape == shape and policy.token_ids.shape == (*shape, 2) and policy.truncated == truncated
 
 
 @pytest.mark.parametrize(

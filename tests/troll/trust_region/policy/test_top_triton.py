@@ -15,7 +15,7 @@ from troll.trust_region.policy.top_triton import slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 500
-ROWS = 12
+ROWS = 9
 
 #: A log-probability is the difference of two numbers up to 30 in size, each off by some roundings of 2⁻²⁴ of that.
 TOLERANCE = 3 * 4 * 30 * 2.0**-24
@@ -58,8 +58,7 @@ def assert_agree(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tens
     return actual
 
 
-@pytest.mark.parametrize("mass_threshold", [0.0, 1e-5])
-@pytest.mark.parametrize("token", [-1, VOCABULARY + 3])
+@pytest.mark.parametrize(("token", "mass_threshold"), [(-1, 1e-5), (VOCABULARY + 3, 0.0)])
 def test_slots_of_token_outside_vocabulary_are_nan(token, mass_threshold):
     top, sampled = random_top(8)
     sampled[4] = token
@@ -70,8 +69,7 @@ def test_slots_of_token_outside_vocabulary_are_nan(token, mass_threshold):
 
 
 # No threshold that a sum of probabilities could meet up to rounding.
-@pytest.mark.parametrize("mass_threshold", [0.0, 1.1e-2, 0.31])
-@pytest.mark.parametrize("k", [1, 7, 64, 100])
+@pytest.mark.parametrize(("k", "mass_threshold"), [(1, 0.31), (7, 0.0), (64, 1.1e-2), (100, 0.31)])
 def test_slots_agree_with_torch(k, mass_threshold):
     ids, log_probs, tail, slot = assert_agree(*random_top(k), mass_threshold)
     total = torch.logsumexp(torch.cat([log_probs, tail.unsqueeze(-1)], -1), -1)
@@ -82,20 +80,3 @@ def test_slots_agree_with_torch(k, mass_threshold):
 def test_slots_of_256_agree_with_torch(monkeypatch):
     monkeypatch.setattr(top_triton, "COMPARED", 16)
     assert_agree(*random_top(256, seed=1), 1e-3)
-
-
-@pytest.mark.parametrize("mass_threshold", [0.0, 1e-3])
-def test_slots_of_broken_rows_are_nan(mass_threshold):
-    top, sampled = random_top(6)
-    top.logits[0, 2] = top.tail_logits[0, 2] = math.nan
-    top.logits[4, 1] = top.tail_logits[4, 1] = math.inf
-    top.log_rest[9] = math.nan
-    top.logits[10], top.log_rest[10], top.sampled_logit[10] = -math.inf, -math.inf, -math.inf
-    top.tail_logits[10] = -math.inf
-    ids, log_probs, tail, slot = assert_agree(top, sampled, mass_threshold)
-    broken = [0, 4, 9, 10]
-    assert tail.isnan().nonzero().flatten().tolist() == broken
-    assert log_probs.gather(-1, slot.unsqueeze(-1))[broken].isnan().all()
-    if mass_threshold:
-        assert (slot[broken] == 0).all() and torch.equal(ids[broken, 0], sampled[broken])
-        assert (ids[broken, 1:] == -1).all()

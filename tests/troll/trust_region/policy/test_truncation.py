@@ -21,16 +21,6 @@ from troll.trust_region.metrics import step_tally
 from troll.trust_region.reading.capture import capture_kept
 
 SIZE = 40
-TRUNCATIONS = [
-    Truncation(top_k=5),
-    Truncation(top_p=0.8),
-    Truncation(min_p=0.1),
-    Truncation(top_k=7, top_p=0.9, min_p=0.05),
-    Truncation(top_p=0.9, min_p=0.1, min_p_first=True),
-    Truncation(top_k=7, top_p=0.9, min_p=0.05, min_p_first=True, ties="exact"),
-    Truncation(top_k=1),
-    Truncation(),
-]
 
 
 def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -146,7 +136,7 @@ def test_capture_keeps_any_sampled_token_of_tie(scores, top_k, top_p, min_p, min
     ],
     ids=str,
 )
-@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("slots", [1, 3, 6])
 def test_capture_cuts_tie_as_sampler_does(truncation, kept, slots):
     logits = torch.tensor([[0.397, 0.146, 0.146, 0.146, 0.146, 0.02]]).log()
     found = troll.capture(logits, torch.tensor([0]), top_k=slots, truncation=truncation)
@@ -187,18 +177,6 @@ def test_capture_truncates_single_position():
     assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("top_k", [1, 3, SIZE])
-def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
-    logits = random_logits(20, scale=1.0)
-    tokens = sampled_from(logits, truncation)
-    found = troll.capture(logits, tokens, top_k=top_k, truncation=truncation)
-    sets = [reference.kept_set(row, **dataclasses.asdict(truncation)) for row in logits.numpy()]
-    assert found.top_k == max(map(len, sets))
-    for ids, kept in zip(found.token_ids.tolist(), sets, strict=True):
-        assert sorted(token for token in ids if token >= 0) == sorted(kept)
-
-
 @pytest.mark.parametrize("form", ["padded", "packed", "stacked"])
 def test_cat_pads_truncated_policies(form):
     wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))
@@ -229,9 +207,15 @@ def test_kept_set_of_broken_row_is_first_token():
     assert Truncation(top_p=0.8).kept(policy).tolist() == [[True, False, False]]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-@pytest.mark.parametrize("cut_is_known", [True, False])
+@pytest.mark.parametrize(
+    ("kernels", "broken", "cut_is_known"),
+    [
+        ("torch", torch.nan, True),
+        ("torch", torch.inf, False),
+        ("triton", torch.nan, False),
+        ("triton", torch.inf, True),
+    ],
+)
 def test_step_of_row_broken_outside_kept_set_is_nan(monkeypatch, kernels, broken, cut_is_known):
     old = captured(random_logits(3).float(), Truncation(top_k=5))
     if not cut_is_known:

@@ -55,12 +55,6 @@ def test_tuning_follows_its_variable(monkeypatch, value, device, tunes):
     assert not launch_triton._tunes(device)
 
 
-def test_tuning_refuses_other_values(monkeypatch):
-    monkeypatch.setenv(launch_triton.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="TROLL_AUTOTUNE must be 0 or 1, got 'yes'"):
-        launch_triton._tunes("cuda")
-
-
 def folded(rows: int, entropy: bool) -> tuple[torch.Tensor | None, ...]:
     support = Support.from_ids(some_ids(rows, 5, FIRST, FIRST + 300))
     logits = torch.full((rows, 5), -torch.inf, device=DEVICE)
@@ -72,9 +66,9 @@ def folded(rows: int, entropy: bool) -> tuple[torch.Tensor | None, ...]:
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_tuning_adds_sums_once(entropy, request):
-    expected = folded(4, entropy)
+    expected = folded(2, entropy)
     names = request.getfixturevalue("tuned")
-    for got, want in zip(folded(4, entropy), expected, strict=True):
+    for got, want in zip(folded(2, entropy), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     assert set(names) == {"read_kernel"}
 

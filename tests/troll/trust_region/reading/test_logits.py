@@ -68,12 +68,10 @@ COPIED = ("every second entry", "entries far apart")
 
 
 @pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize(
-    ("tile", "dtype"), [(1, torch.float32), (5 * V, torch.bfloat16), (5 * V, torch.float64), (2**24, torch.float32)]
-)
-def test_view_is_read_like_its_copy(name, tile, dtype, monkeypatch):
+@pytest.mark.parametrize("tile", [1, 5 * V, 2**24])
+def test_view_is_read_like_its_copy(name, tile, monkeypatch):
     monkeypatch.setattr(logits_module, "TILE_LOGITS", tile)
-    view = VIEWS[name](drawn(B, T, V, dtype=dtype)).requires_grad_()
+    view = VIEWS[name](drawn(B, T, V)).requires_grad_()
     assert not view.is_contiguous()
     token_ids = ids(*view.shape[:-1])
     copy = view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -128,7 +126,7 @@ def model_output(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize(
     ("shape", "rows"), [((23,), None), ((23,), [20, 3, 4, 5, 22, 0, 11]), ((B, T), None)], ids=["", "rows", "batch"]
 )
-@pytest.mark.parametrize(("tile", "dtype"), [(5 * V, torch.float32), (2**24, torch.bfloat16), (5 * V, torch.float64)])
+@pytest.mark.parametrize(("tile", "dtype"), [(5 * V, torch.float32), (2**24, torch.bfloat16)])
 def test_donated_logits_hold_their_gradient(shape, rows, tile, dtype, monkeypatch):
     monkeypatch.setattr(logits_module, "TILE_LOGITS", tile)
     rows = None if rows is None else torch.tensor(rows)

@@ -114,19 +114,6 @@ def test_read_of_broken_rows_has_no_gradient(with_entropy, kernels, monkeypatch)
     assert not gradient[[1, 2, 4]].any() and gradient.isfinite().all() and gradient[[0, 3]].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,), (2, 3)])
-def test_log_probs_at_takes_any_shape(kind, shape):
-    problem = Problem(kind, shape=shape, size=20)
-    old = troll.capture(problem.source(), problem.token_ids, top_k=4)
-    policy = troll.log_probs_at(problem.source(), old.token_ids)
-    assert old.shape == old.slot.shape == old.log_prob.shape == policy.shape == policy.tail_log_prob.shape == shape
-    assert old.token_ids.shape == old.log_probs.shape == policy.log_probs.shape == (*shape, 4)
-    total = policy.logits[old.used].sum() + policy.tail_logit.sum()
-    for gradient, leaf in zip(problem.gradients(total), problem.leaves, strict=True):
-        assert gradient.shape == leaf.shape
-
-
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
 def test_read_makes_only_needed_gradients(needed):
     problem = Problem("head", bias=True)

@@ -57,19 +57,18 @@ def assert_selects_alike(part: Made, sampled: Tensor, k: int, entropy: bool = Tr
     return ids, actual[1]
 
 
-@pytest.mark.parametrize("levels", [1, 40])
 @pytest.mark.parametrize(
-    ("width", "k"),
+    ("width", "k", "levels"),
     [
-        (1, 1),
-        (5, 3),
-        (64, 64),  # one block, all of it
-        (129, 2),  # more blocks than k by a block of one column
-        (128, 2),
-        (700, 1),
-        (1000, 15),
-        (1000, 16),  # blocks = k
-        (4097, 70),
+        (1, 1, 40),
+        (5, 3, 1),
+        (64, 64, 40),  # one block, all of it
+        (129, 2, 1),  # more blocks than k by a block of one column
+        (128, 2, 40),
+        (700, 1, 40),
+        (1000, 15, 1),
+        (1000, 16, 40),  # blocks = k
+        (4097, 66, 40),
     ],
 )
 def test_select_of_ties_agrees_at_any_width(width, k, levels):
@@ -106,7 +105,7 @@ def test_select_leaves_selected_out_of_sums(selected, block):
     assert outside.exp_sum.tolist() == [500 - len(selected) - (block != "selected")]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=18, deadline=None, derandomize=True)
 @given(
     values=st.lists(st.sampled_from([-math.inf, -300.0, -2.0, -0.0, 0.0, 1.0, 300.0]), min_size=1, max_size=12),
     repeats=st.sampled_from([1, 3, 30]),

@@ -1,4 +1,4 @@
-"""What a head keeps for its backward pass, and donated logits, with Triton."""
+"""What a head keeps for its backward pass, with Triton."""
 
 from typing import Any
 
@@ -24,26 +24,24 @@ class Problem:
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.hidden = torch.randn(2, 4, HIDDEN, generator=generator).to(DEVICE, dtype)
+        self.hidden = torch.randn(2, 3, HIDDEN, generator=generator).to(DEVICE, dtype)
         old = torch.randn(VOCABULARY, HIDDEN, generator=generator)
         new = old + 0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)
         self.old, self.new = old.to(DEVICE, dtype), new.to(DEVICE, dtype)
-        self.sampled = torch.randint(VOCABULARY, (2, 3), generator=generator).to(DEVICE)
+        self.sampled = torch.randint(VOCABULARY, (2, 2), generator=generator).to(DEVICE)
 
     def source(self, weight: Tensor, hidden: Tensor | None = None) -> troll.LMHead:
         """Every row but a sequence's last."""
         return troll.LMHead((self.hidden if hidden is None else hidden)[:, :-1], weight)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kept"), [(torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 3)]
-)
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 1), (torch.bfloat16, 3)])
 def test_head_computes_kept_tiles_once(dtype, kept, monkeypatch):
     """Of three tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
     monkeypatch.setenv(VARIABLE, "triton")
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
     # Room for the first and half of the next; the third, a remainder, would fit where the second does not.
-    monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 6 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
+    monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 4 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
     products: list[tuple[Any, ...]] = []
     original: Any = head_module._HeadReading._product
 
@@ -76,7 +74,7 @@ def test_head_keeps_no_tile_without_backward(monkeypatch):
     assert not asked
     monkeypatch.undo()
     monkeypatch.setenv(VARIABLE, "triton")
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 5)  # of 6 tokens
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 3)  # of 4 tokens
     node: Any = read(source, problem.sampled.unsqueeze(-1)).tail_logit.grad_fn
     assert not node.next_functions[0][0].kept
 
@@ -87,7 +85,7 @@ def test_head_keeps_tiles_of_trained_weight(trained, setting, monkeypatch):
     monkeypatch.delenv(head_module.VARIABLE, raising=False)
     if setting is not None:
         monkeypatch.setenv(head_module.VARIABLE, setting)
-    monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
     problem = Problem(torch.float32)
     hidden, weight = (
         x.clone().requires_grad_(name == trained)
@@ -96,21 +94,3 @@ def test_head_keeps_tiles_of_trained_weight(trained, setting, monkeypatch):
     policy = read(problem.source(weight, hidden), problem.sampled.unsqueeze(-1))
     node: Any = policy.tail_logit.grad_fn
     assert bool(node.next_functions[0][0].kept) == (trained == "weight" and setting != "0")
-
-
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_donated_logits_pass_gradient_on(kernels, monkeypatch):
-    """Which goes on to what they were made of."""
-    problem = Problem(torch.bfloat16)
-    logits = (problem.hidden @ problem.new.t())[:, :-1].reshape(-1, VOCABULARY).contiguous()
-    old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9).view((6,))
-    monkeypatch.setenv(VARIABLE, kernels)
-    gradients: list[Tensor] = []
-    for donate in (False, True):
-        leaf = logits.clone().requires_grad_()
-        given = leaf * 1
-        troll.trust_region_step(troll.Logits(given, donate=donate), old).log_ratio.sum().backward()
-        assert leaf.grad is not None
-        gradients.append(leaf.grad)
-        assert torch.equal(given, logits) != donate
-    assert torch.equal(gradients[0], gradients[1])

@@ -72,19 +72,3 @@ def test_read_sums_any_partition_into_tiles(values, with_entropy, data):
         finite = rest[rest > -np.inf]
         weighted = float(np.sum(np.exp(finite - finite.max()) * (finite - finite.max()))) if finite.size else 0.0
         assert outside.weighted_sum.item() == pytest.approx(weighted, rel=1e-12, abs=1e-14)
-
-
-@pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_read_keeps_logits_that_are_not_finite(with_entropy, broken, at):
-    """In the first tile or in the last one."""
-    z = torch.zeros(2, 4)
-    z[1, at] = broken
-    support = Support.from_ids(torch.tensor([[2], [2]]))
-    logits = torch.zeros(2, 1)
-    outside = TailSums.empty(logits, with_entropy)
-    for start in (0, 2):
-        tile_of(z[:, start : start + 2], start).read(support, logits, outside)
-    assert outside.log_sum[0].item() == pytest.approx(math.log(3), abs=1e-6)
-    assert not outside.log_sum[1].isfinite()

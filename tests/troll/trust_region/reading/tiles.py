@@ -15,10 +15,6 @@ PLAIN = Transform()
 #: The vocabulary entry of the first column.
 FIRST = 1000
 
-#: Rows that lie at one distance; rows with others in between, in no order; and those of two dimensions.
-FORMS = ("rows", "some", "batch")
-
-
 #: Logits are rounded twice (the factor, the product), by 2⁻²⁴ each, and a tanh is off by 3e-7; three times as much.
 LOGIT = 3 * (3e-7 + 2.0**-23)
 #: Exponentials turn what logits up to 30 are off into relative errors; so do differences from a maximum of that size.
@@ -54,7 +50,10 @@ def random_values(rows: int, width: int, dtype: torch.dtype = torch.float32, see
 
 
 def made(values: Tensor, transform: Transform = PLAIN, form: str = "rows", first: int = FIRST) -> Made:
-    """What holds these values, (n, W), with NaN wherever no kernel may look."""
+    """What holds these values, (n, W), with NaN wherever no kernel may look.
+
+    Rows lie at one distance ("rows"), or with "some" others in between, in no order, or have two dimensions ("batch").
+    """
     values = values.to(DEVICE)
     rows, width = values.shape
     logits = transform(values.double())

@@ -108,7 +108,7 @@ def main(rank: int, slices: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=slices, timeout=patience)
     group = dist.group.WORLD
     # Several tiles each way, and a remainder.
-    tiles = mock.patch.multiple(head_module, TOKEN_TILE=4, WHOLE_ROWS={"cpu": 2 * SIZE}, VOCABULARY_TILE=32)
+    tiles = mock.patch.multiple(head_module, TOKEN_TILE=3, WHOLE_ROWS={"cpu": 2 * SIZE}, VOCABULARY_TILE=32)
     with tiles, mock.patch.object(logits_module, "TILE_LOGITS", 2 * SIZE):
         found = {
             "results": {
