@@ -254,7 +254,7 @@ def test_drpo_of_a_rare_token_that_became_likely_is_finite():
 
 
 RATIOS = torch.tensor([0.05, 0.5, 0.9, 1.1, 1.9, 2.1, 6.0] * 2, dtype=torch.float64)
-SIGNS = torch.tensor([2.0] * 7 + [-2.0] * 7, dtype=torch.float64)
+SIGNS = torch.tensor([0.5] * 7 + [-0.5] * 7, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])

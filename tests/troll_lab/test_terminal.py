@@ -8,7 +8,7 @@ from troll_sandbox import SandboxError
 
 
 @pytest.mark.parametrize(("folder", "said"), [("lib/site-packages", 0), ("work", 1)])
-def test_ignore_remarks_of_libraries_keeps_those_about_other_code(tmp_path: Path, folder: str, said: int) -> None:
+def test_ignore_remarks_of_libraries_keeps_other_remarks(tmp_path: Path, folder: str, said: int) -> None:
     """Python compiles a module at its first import, and may warn of its source then."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -18,7 +18,7 @@ def test_ignore_remarks_of_libraries_keeps_those_about_other_code(tmp_path: Path
     assert [each.category for each in caught] == said * [SyntaxWarning]
 
 
-def test_raised_as_changes_the_kind_of_an_error_and_keeps_it_in_one_line() -> None:
+def test_raised_as_changes_the_kind_of_an_error() -> None:
     with pytest.raises(UsageError, match=r"^field: two lines$") as error, raised_as(UsageError, "field: "):
         raise ValueError("two\n  lines")
     assert isinstance(error.value.__cause__, ValueError)

@@ -67,7 +67,7 @@ def test_generalised_advantages_average_the_errors_ahead() -> None:
 
 
 def test_normalised_has_mean_zero_and_standard_deviation_one() -> None:
-    advantages = normalised(random_episode()[0])
+    advantages = normalised(0.1 * random_episode()[0])
     assert advantages.mean().item() == pytest.approx(0, abs=1e-12)
     assert advantages.std(correction=0).item() == pytest.approx(1)
     assert not normalised(torch.full((4,), 3.0)).any()

@@ -62,7 +62,7 @@ def test_the_weights_of_every_recipe_move(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_GPU)
-def test_evaluations_are_few_calls_and_rollouts_fit_vllms_context(name: str) -> None:
+def test_evaluations_are_few_calls_and_rollouts_fit_vllm(name: str) -> None:
     training = load(name).training
     assert training.per_device_eval_batch_size >= 64
     assert (training.eval_temperature, training.num_generations_eval) == (0, 1)

@@ -343,7 +343,7 @@ def test_resume_without_a_value_means_the_last_checkpoint() -> None:
         (["--accelerator_config", '{"even_batches": false}'], "accelerator_config", {"even_batches": False}),
     ],
 )
-def test_a_saved_recipe_holds_what_the_parser_makes_of_its_own_forms(tmp_path, overrides, name, recorded):
+def test_a_saved_recipe_holds_what_the_parser_makes(tmp_path, overrides, name, recorded):
     recipe = recipes.load("quickstart", overrides)
     again = loaded_again(recipe, tmp_path / "again.yaml").training
     saved = yaml.safe_load((tmp_path / "again.yaml").read_text())[name]

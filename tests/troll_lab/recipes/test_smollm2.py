@@ -59,7 +59,7 @@ def test_examples_are_right_and_not_held_out(name: str) -> None:
         assert float(written) == eval(question.removeprefix("What is ").removesuffix("?"))
 
 
-def test_gsm8k_reads_the_answer_where_the_model_writes_it_unasked() -> None:
+def test_gsm8k_reads_the_answer_where_the_model_writes_it() -> None:
     recipe = recipes.load("smollm2-gsm8k")
     assert (recipe.task.task, recipe.task.options) == ("gsm8k", {"answer_format": "hash"})
     assert recipe.training.generation_batch_size == 1024

@@ -15,7 +15,7 @@ def test_short_curves_stay_as_they_are(count: int, columns: int) -> None:
     pd.testing.assert_series_equal(smooth(thin(table[0], 100)), table[0])
 
 
-def test_thin_takes_means_or_the_largest_at_the_middle_of_each_group() -> None:
+def test_thin_takes_means_or_the_largest_of_each_group() -> None:
     curve = pd.Series([1.0, 2.0, 6.0, 4.0, 5.0], index=[10, 20, 30, 40, 50])
     assert thin(curve, 2).to_dict() == {20: 3.0, 50: 4.5}
     assert thin(curve, 2, largest=True).to_dict() == {20: 6.0, 50: 5.0}

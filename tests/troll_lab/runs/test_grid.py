@@ -71,6 +71,7 @@ def test_names_are_folders_and_unique(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (["quikstart"], "did you mean quickstart"),
         (["quickstart", "--kl_bound", "0.1", "-1"], "kl_bound must be above 0, got -1.0"),
         (["quickstart", "--learing_rate", "1", "2"], "did you mean --learning_rate"),
         (["quickstart", "--seeds", "0"], "--seeds takes one whole number above 0, got 0"),
@@ -98,7 +99,7 @@ def test_the_order_of_the_command_does_not_change_names() -> None:
     assert one[0].name == "quickstart-troll-learning_rate=1e-5-seed=0"
 
 
-def test_the_folder_is_named_after_the_recipes_unless_one_is_given() -> None:
+def test_parse_command_names_the_folder_after_the_recipes() -> None:
     assert parse_command(["quickstart", "some/grpo.yaml"], []).output_dir == "runs/compare-quickstart-grpo"
     assert parse_command(["some/run/config.yaml"], []).output_dir == "runs/compare-run"
     command = parse_command(["quickstart"], ["--output_dir", "here", "--jobs=3"])

@@ -397,13 +397,15 @@ def test_mistakes_are_found_before_training(short_run, tmp_path, console, monkey
     assert (occupied / "precious").exists()
 
 
-def test_mistakes_in_model_and_data_are_one_line(short_run, chat_model, tiny_model, tmp_path, console) -> None:
+def test_mistakes_in_model_and_data_are_one_line(short_run, chat_model, tiny_model, tmp_path, console, monkeypatch):
     refuses = chat_model("{% if strict %}{{ raise_exception('System role not supported') }}{% endif %}")
     short = shutil.copytree(tiny_model, tmp_path / "short")
     with (short / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(short / "config.json" / "below"))
     for overrides, message in (
         (["--train_size", "3"], r"a rollout takes 4 prompts .* has 3 to train on"),
+        (["--model_name_or_path", "toy"], "the toy model cannot be kept in the cache folder"),
         (["--model_name_or_path", str(short)], r"the weights of .*short cannot be read"),
         (
             ["--model_name_or_path", str(refuses), "--chat_template_kwargs", '{"strict": true}'],

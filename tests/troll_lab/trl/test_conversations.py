@@ -142,7 +142,7 @@ def owners(samples: list[list[Any]]) -> list[int]:
     return [*range(len(samples)), *(i for i, several in enumerate(samples) for _ in several[1:])]
 
 
-def test_rows_are_last_conversations_then_earlier_ones_then_fillers(make):
+def test_rows_are_last_then_earlier_conversations_then_fillers(make):
     trainer, rollout = make_one(make)
     rolled_out = tiny.rolled_out(trainer)
     samples = samples_of(rollout.given)

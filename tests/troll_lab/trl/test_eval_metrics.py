@@ -204,7 +204,7 @@ def test_vllm_samples_at_the_temperature_of_the_evaluation():
 
 
 @pytest.mark.parametrize(("rows", "settings"), [(0, {}), (3, DROPS)], ids=["none", "less than a batch"])
-def test_an_evaluation_of_nothing_is_refused_where_it_is_asked_for(make, rows, settings):
+def test_an_evaluation_of_nothing_is_refused(make, rows, settings):
     trainer = make(eval_dataset=tiny.make_dataset(9).select(range(rows)), max_steps=2, **settings)
     trainer.train()  # which evaluates nothing
     with pytest.raises(ValueError, match=r"^the evaluation set has \d rows to evaluate"):
