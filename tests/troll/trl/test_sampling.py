@@ -170,7 +170,7 @@ def test_what_only_the_file_sets_is_switched_off_for_rollouts(make):
 
 
 @pytest.mark.parametrize(
-    "name", [*OTHERS.keys() - {"suppress_tokens"}, "do_sample", "logit_bias", "min_tokens", "top_z"]
+    "name", [*sorted(OTHERS.keys() - {"suppress_tokens"}), "do_sample", "logit_bias", "min_tokens", "top_z"]
 )
 def test_a_setting_that_the_old_policy_cannot_follow_is_refused(config, name):
     value = OTHERS.get(name, False if name == "do_sample" else {3: 1.0} if name == "logit_bias" else 2)
