@@ -3,9 +3,9 @@
 Private methods change between versions. So an adapter does not check the version, but each method: its parameters, and
 the names that its code uses.
 
-The names are read from the compiled code, because a signature lacks the attributes and the keys of
-dictionaries in which a host passes values on, and where one is renamed, a run would go on and train something else. The
-text of the source need not be installed, and would also have the names in comments.
+The names are read from the compiled code, because a signature lacks the attributes and the keys of dictionaries in
+which a host passes values on, and where one is renamed, a run would go on and train something else. The text of the
+source need not be installed, and would also have the names in comments.
 """
 
 from __future__ import annotations

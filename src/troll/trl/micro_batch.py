@@ -68,8 +68,8 @@ class OldPolicy:
         policies: list[PackedPolicy] = []
         self._added = torch.zeros(2, device=ids.device)
 
-        # TRL calls this in place of the model, because TRL splits a batch and its images, in one of
-        # six ways, only within its method, which needs nothing of a model but the log-probabilities that it returns.
+        # TRL calls this in place of the model, because TRL splits a batch and its images, in one of six ways, only
+        # within its method, which needs nothing of a model but the log-probabilities that it returns.
         def capture(*, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> Any:
             targets = targets_of(inputs["input_ids"], labels)[:, -length:]
             scored = targets != -100
