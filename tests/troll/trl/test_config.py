@@ -96,6 +96,7 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         ({"use_vllm": True, "top_k": 3, "updates_per_rollout": 1}, "with one update per rollout TRL scores whole pol"),
         ({"use_transformers_continuous_batching": True, "eval_strategy": "steps"}, "set eval_strategy='no'"),
         *(({"use_transformers_continuous_batching": True, x: True}, f"set {x}=False") for x in ("bf16", "fp16")),
+        ({"use_transformers_continuous_batching": True, "bf16": None}, "set bf16=False"),  # which TRL makes true
         # The updates of a rollout.
         ({"updates_per_rollout": 8, "steps_per_generation": 2}, "updates_per_rollout=8 .* steps_per_generation=2"),
         ({"updates_per_rollout": 8, "generation_batch_size": 32}, "updates_per_rollout=8 .* steps_per_generation=4"),

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, get_scheduler
 from tests.troll.ages import kept_ages
 from tests.troll.trl import tiny
 from tests.troll.trl.resuming import forget, interrupted, resumed_exactly
+from tests.troll.trl.test_ungraded import Never
 from troll import KLTarget
 from troll.trl.callback import KL_TARGET, STATE
 from troll.trl.kl_target import SETTLED_ROLLOUTS
@@ -151,10 +152,20 @@ def walk(trainer: Any) -> list[float]:
     return trainer.kl_target_rate.state_dict()["walked"]
 
 
-def test_rewards_that_are_all_equal_move_nothing(make):
-    """Without an advantage, a small KL is not a reason for a higher rate."""
-    trainer, keep = run(make, reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids), max_steps=4)
+@pytest.mark.filterwarnings("ignore:.*could not be judged")
+@pytest.mark.parametrize(
+    ("rewards", "levels"),
+    [
+        (lambda completion_ids, **_: [1.0] * len(completion_ids), {"entropy", "success"}),
+        ([Never(), tiny.reward], set()),
+    ],
+    ids=["all equal", "not judged"],
+)
+def test_rewards_without_an_advantage_move_nothing(make, rewards, levels):
+    """A small KL is then not a reason for a higher rate; and of what was not judged there is no entropy or success."""
+    trainer, keep = run(make, reward_funcs=rewards, max_steps=4)
     assert {*keep.found} == {1e-4} and {*walk(trainer)} == {0.0}
+    assert trainer.kl_target_rate.state_dict()["levels"].keys() == levels
 
 
 def test_a_step_that_the_optimiser_skips_is_not_walked(make, monkeypatch):

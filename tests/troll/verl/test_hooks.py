@@ -92,7 +92,7 @@ def test_unreported_tokens_have_the_networks_kept_policy() -> None:
 
 
 def test_reports_fit_a_padded_vocabulary() -> None:
-    """Megatron pads its LM head; what is padded has no mass in an inference engine's policy."""
+    """Megatron pads its LM head; what is padded has no mass in an engine's policy. A smaller head is refused."""
     batch, generator = as_batch(rollout(4)), torch.Generator().manual_seed(0)
     sampled = batch["responses"].values()
     old_logits, new_logits = (3 * torch.randn(len(sampled), VOCABULARY, generator=generator) for _ in range(2))
@@ -107,6 +107,8 @@ def test_reports_fit_a_padded_vocabulary() -> None:
         # The 99 terms of a normaliser are added up in another order.
         error = rounding(VOCABULARY, max(1.0, float(wanted[name].abs().max())))
         torch.testing.assert_close(values, wanted[name], rtol=0, atol=error)
+    with pytest.raises(ValueError, match=r"the old policy's 99 tokens, got 98"):
+        read(hooks(settings)[1], new_logits[:, 1:].clone(), batch, sampled, tokens)
 
 
 @pytest.mark.parametrize(("constraint", "packed"), [("token", True), ("sequence", False)])
