@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +23,12 @@ from experiments import (
     overthinking,
     overthinking_smollm2,
     page,
+    second_analysis,
     table,
+    tables,
 )
 from experiments.rows import Row, read_rows
-from tests.experiments.made import DOCS, fill, result
+from tests.experiments.made import DOCS, REGIME, fill, result
 
 #: Without the settings, recipes and surrogates of the package: pages of finished runs do not depend on what these are.
 ROWS_ONLY = """
@@ -82,6 +86,58 @@ def test_runs_that_were_made_again_are_the_same() -> None:
         first = counted[row.identity]
         for name in ("success_after", "curve", "verdicts", "entropy", "sequence_kl"):
             assert getattr(row, name) == getattr(first, name), (name, row.identity)
+
+
+def altered(row: table.Result, changes: dict[str, Any]) -> table.Result:
+    """A run with other values, of which those of `settings` are added to its own."""
+    settings = dict(row.settings) | changes.get("settings", {})
+    return replace(row, **{**changes, "settings": tuple(settings.items())})
+
+
+@pytest.mark.parametrize(
+    ("every", "changes", "message"),
+    [
+        (False, {}, "troll at .* with seed 0 is in two tables"),
+        (False, {"settings": {"kl_bound": "0.3"}}, "counted runs of troll differ in their settings"),
+        (False, {"learning_rate": 1e-5}, "counted runs at 1e-5, which the protocol adds only when"),
+        (True, {"settings": {"kl_bound": "0.3"}}, "the bound of troll is 0.3 in the counted runs, but the tuning"),
+        (True, {"questions": "other"}, "runs answer different questions"),
+    ],
+)
+def test_primary_sections_refuse_what_the_first_part_has_not(
+    every: bool, changes: dict[str, Any], message: str
+) -> None:
+    """One more run of TROLL than there is, or every one of its runs."""
+    folder = DOCS / "results"
+    rows = [row for row in table.read_csv(folder / "sparse-signal.csv") if row.phase == "tuning" or row.seed < 3]
+    counted = [row for row in rows if (row.phase, row.surrogate) == ("counted", "troll")]
+    other = [altered(row, changes) for row in (counted if every else counted[:1])]
+    kept = [row for row in rows if not every or row not in counted]
+    with pytest.raises(ValueError, match=f"^sparse-signal: {message}"):
+        analysis.primary_sections({"one": kept, "two": other}, folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 1e-3}, r"counted runs at 0\.001, which the protocol adds only when"),
+        (
+            {"settings": {"epsilon": "0.4"}},
+            "a counted run of clip .* has a configuration that the tuning did not choose",
+        ),
+        ({"settings": {"epsilon": "0.3"}}, "a counted run of clip .* has a configuration that the protocol does not"),
+        ({"settings": {"rollout_delay": "8"}}, "a counted run of clip .* has a configuration that the protocol does"),
+        (
+            {"settings": {"solver": "bisection"}},
+            "a counted run of clip .* has solver=bisection, and another one solver=,",
+        ),
+    ],
+)
+def test_contest_refuses_what_the_second_part_has_not(changes: dict[str, Any], message: str) -> None:
+    rows = table.read_csv(DOCS / "results" / "second-d.csv")
+    clip = next(row for row in rows if (row.phase, row.surrogate) == ("counted", "clip"))
+    with pytest.raises(ValueError, match=f"^second-d: {message}"):
+        second_analysis.contest("second-d", [*rows, altered(clip, changes)])
 
 
 def said_of_drift() -> str:
@@ -188,6 +244,20 @@ def test_rates_are_drawn_where_the_data_are() -> None:
     drawn = [np.asarray(line.get_ydata()).tolist() for line in axes.lines]
     assert drawn == [line["mean"] for line in data["lines"].values()]
     assert [text.get_text() for text in axes.texts] == ["TROLL", "clip"]
+
+
+@pytest.mark.parametrize("success", [0.0, 0.5])
+def test_labels_of_equal_methods_are_apart(success: float) -> None:
+    rows = [result(surrogate, 1e-4, seed, success) for surrogate in ("troll", "clip", "none") for seed in range(2)]
+    axes = figures.draw_rates([figures.rate_data("", analysis.group(rows))]).axes[0]
+    heights = sorted(text.get_position()[1] for text in axes.texts)
+    assert heights[0] >= 0 and np.diff(heights).min() > 0.05 * max(0.05, success)
+
+
+def test_methods_without_success_have_no_range_of_rates() -> None:
+    rows = [result("troll", rate, seed, 0.0) for rate in (1e-4, 3e-4) for seed in range(2)]
+    section = analysis.Section(REGIME, analysis.group(rows), [], [])
+    assert tables.secondary(section).splitlines()[2].startswith("| TROLL | – | – | 2 of 2 |")
 
 
 def test_seeds_are_drawn_where_the_data_are(tmp_path: Path) -> None:

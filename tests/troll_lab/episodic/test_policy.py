@@ -23,7 +23,9 @@ def random_policy(shared: bool) -> tuple[Gaussian, torch.Tensor]:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_segment_log_prob_is_that_of_a_dense_normal(shared: bool) -> None:
+    """And so is its gradient in the policy."""
     policy, weights = random_policy(shared)
+    leaves = policy.mean.requires_grad_(), policy.factor.requires_grad_()
     found = segment_log_prob(policy, PRIMITIVE, weights, CUTS, noise=1e-3)
     assert found.shape == (EPISODES, len(CUTS) - 1)
     covariance = (policy.factor @ policy.factor.mT).expand(EPISODES, -1, -1)
@@ -34,7 +36,10 @@ def test_segment_log_prob_is_that_of_a_dense_normal(shared: bool) -> None:
         normal = MultivariateNormal(
             policy.mean @ dense.mT, dense @ covariance @ dense.mT + 1e-3 * torch.eye(2 * JOINTS, dtype=torch.float64)
         )
-        torch.testing.assert_close(found[:, k], normal.log_prob(weights @ dense.mT), rtol=1e-9, atol=1e-9)
+        expected = normal.log_prob(weights @ dense.mT)
+        torch.testing.assert_close(found[:, k], expected, rtol=1e-9, atol=1e-9)
+        ours, theirs = (torch.autograd.grad(of.sum(), leaves, retain_graph=True) for of in (found[:, k], expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("contextual", [False, True])

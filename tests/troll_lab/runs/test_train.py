@@ -190,6 +190,8 @@ def test_tasks_of_ones_own_are_judged_by_their_own_rewards(featured: Featured) -
     assert [line["step"] for line in lines] == [0, 2, 4]
     assert {(line["eval_own_pass@1"], line["eval_own_reward"]) for line in lines} == {(0.5, 0.5)}
     assert all("eval_own_maj@2" not in line for line in lines)
+    answers = (featured.folder / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in answers] == [0, 2, 4], "only of the task that is trained on"
     again = recipes.load(str(featured.folder / "config.yaml"), ["--output_dir", "again"])
     assert again.task.other_tasks()[0].options == {"prompt": "Q: {question}"}
 
