@@ -16,7 +16,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from tests.troll.trl import dense, tiny
 from tests.troll.trl.surrogates import contract
 from tests.troll.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl import TrollConfig, sampling
+from troll.trl import sampling
 from troll.trl.micro_batch import OLD_POLICY
 from troll.trl.surrogates import SURROGATES, KLPenaltySettings, ScoredTokens, kl_penalty
 from troll_lab import rivals
@@ -282,10 +282,6 @@ def test_bounded_kl_penalty_limits_the_ratio_by_a_clip_and_a_cap(clip, cap):
 # Settings
 
 
-def config(tmp_path: Path, **given: Any) -> TrollConfig:
-    return TrollConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **given)
-
-
 @pytest.mark.parametrize(
     ("surrogate", "name", "takes", "value"),
     [
@@ -303,20 +299,20 @@ def config(tmp_path: Path, **given: Any) -> TrollConfig:
 def test_config_refuses_a_value_that_a_rival_does_not_take(tmp_path, surrogate, name, takes, value):
     message = re.escape(f"{name} of surrogate {surrogate!r} must be {takes}, got {value!r}")
     with pytest.raises(ValueError, match=message):
-        config(tmp_path, surrogate=surrogate, surrogate_kwargs={name: value})
+        tiny.config(tmp_path, surrogate=surrogate, surrogate_kwargs={name: value})
 
 
 @pytest.mark.parametrize("surrogate", RIVALS)
 def test_defaults_are_those_of_the_page(tmp_path, surrogate):
     """And a `GRPOTrainer`, which would clip, fails without a range."""
-    args = config(tmp_path, surrogate=surrogate)
+    args = tiny.config(tmp_path, surrogate=surrogate)
     contract.assert_defaults_are_those_of_the_page(args)
     assert args.epsilon is None and args.epsilon_high is None
 
 
 @pytest.mark.parametrize("surrogate", RIVALS)
 def test_config_refuses_a_loss_that_a_rival_does_not_take(tmp_path, surrogate):
-    contract.assert_refuses_losses(lambda **given: config(tmp_path, **given), surrogate)
+    contract.assert_refuses_losses(lambda **given: tiny.config(tmp_path, **given), surrogate)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +324,8 @@ def test_config_refuses_a_loss_that_a_rival_does_not_take(tmp_path, surrogate):
 )
 def test_a_rival_sets_the_loss_it_needs(tmp_path, surrogate, name, given, value):
     with pytest.warns(UserWarning, match=f"^{name}='{given}' is now '{value}': surrogate '{surrogate}' sets it"):
-        assert getattr(config(tmp_path, surrogate=surrogate, **{name: given}), name) == value
-    assert config(tmp_path, surrogate="gmpo").importance_sampling_level == "sequence"
+        assert getattr(tiny.config(tmp_path, surrogate=surrogate, **{name: given}), name) == value
+    assert tiny.config(tmp_path, surrogate="gmpo").importance_sampling_level == "sequence"
 
 
 # In a trainer

@@ -1,4 +1,4 @@
-"""Open-ended text: continue a sentence in a given style. No single answer is right."""
+"""Open-ended text: continue a sentence in a given style. Many answers can be right."""
 
 import ast
 import functools

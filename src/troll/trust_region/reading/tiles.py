@@ -230,7 +230,7 @@ class Tile:
             Ids, (n, k + 1): of the k largest logits, ties by the smaller id, in ascending order; and in the last slot
             the sampled token, −1 where it is among the others or not in this tile.
         """
-        # The search takes several integers for each block of logits, so it has some rows at a time.
+        # The search needs several integers for each block of logits, so it goes through `ROWS` rows at a time.
         ids = torch.cat([self.first + top_ids(z, k).sort(-1).values for z in self.logits.split(ROWS)])
         sampled = sampled.unsqueeze(-1)
         elsewhere = (sampled < self.first) | (sampled >= self.first + self.logits.shape[-1])
