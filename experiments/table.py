@@ -129,8 +129,9 @@ class Result:
     @property
     def running_means(self) -> dict[int, float]:
         """The mean training success of each five rollouts in a row (of all, if there are fewer), by their end."""
-        width = min(WINDOW, len(self.learning))
-        return {end: fmean(self.learning[end - width : end]) for end in range(width, len(self.learning) + 1)}
+        learning = self.learning
+        width = min(WINDOW, len(learning))
+        return {end: fmean(learning[end - width : end]) for end in range(width, len(learning) + 1)}
 
     @property
     def collapsed(self) -> bool:

@@ -24,7 +24,7 @@ def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
     return left_by_two("ddp", "distributed")
 
 
-@pytest.fixture(scope="module", params=["fsdp", "zero3"])
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 def two_shards(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict[str, Any]]:
     """What either process returned, each of which holds half of every weight."""
     return left_by_two(request.param, "distributed")
