@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -241,12 +239,6 @@ def test_make_case_has_tokens_inside_and_outside() -> None:
     rising = torch.tensor([sample.advantage > 0 for sample in case.samples]).unsqueeze(-1)
     stopped = torch.where(rising, free.exp() > 1.3, free.exp() < 0.7) & expected.mask
     assert stopped[rising.flatten()].any() and stopped[~rising.flatten()].any()
-
-
-def test_import_troll_leaves_testing_out() -> None:
-    probe = "import sys, troll; assert 'troll.testing' not in sys.modules; import troll.testing; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert not {"pytest", "transformers", "trl"} & set(result.stdout.split())
 
 
 def test_errors_of_zero_update_are_absolute():
