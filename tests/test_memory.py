@@ -1,5 +1,6 @@
 """The memory that `python -m benchmarks memory` computes, part by part, and against whole runs on a CPU."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "model_config", small)
 
 
+@functools.cache
 def estimated(*fields: str, gib: float = 1.0, gpus: int = 1) -> Estimate:
     recipe = recipes.load("quickstart", [*SMALL, *fields], vllm=True)
     return Estimate(recipe, Machine(gib * GIB, gpus=gpus), longest_prompt=16)
