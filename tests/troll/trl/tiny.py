@@ -1,5 +1,6 @@
 """Tiny random models of real configurations, a character tokenizer and a data set, all made in code."""
 
+import copy
 import inspect
 import math
 import warnings
@@ -93,7 +94,7 @@ def adapted(model: Any, config: PeftConfig, scale: float = 0.05) -> Any:
     """The model with a random adapter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, of tied weights
-        made: Any = get_peft_model(model, config).eval()
+        made: Any = get_peft_model(model, copy.deepcopy(config)).eval()  # which PEFT changes, and so does untying
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
