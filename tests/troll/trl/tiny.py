@@ -94,7 +94,7 @@ def adapted(model: Any, config: PeftConfig, scale: float = 0.05) -> Any:
     """The model with a random adapter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, of tied weights
-        made: Any = get_peft_model(model, copy.deepcopy(config)).eval()  # which PEFT changes, and so does untying
+        made: Any = get_peft_model(model, copy.deepcopy(config)).eval()  # which PEFT changes
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
