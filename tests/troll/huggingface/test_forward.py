@@ -290,6 +290,19 @@ def test_the_first_reading_finds_logits_that_are_not_the_heads(change):
         captured(model, batch())
 
 
+def test_a_forward_without_logits_is_read():
+    """There is nothing to compare with."""
+    model = tiny.make_model("llama")
+    expected = captured(tiny.make_model("llama"), batch())
+
+    class Silent(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return ModelOutput(logits=None, last=super().forward(*args, **kwargs).logits)
+
+    model.__class__ = Silent
+    assert torch.equal(captured(model, batch()).log_probs, expected.log_probs)
+
+
 @pytest.mark.parametrize(("keeps", "around"), [(True, False), (False, False), (False, True)])
 def test_the_first_reading_makes_the_last_logits_only(keeps, around):
     lengths: list[int] = []

@@ -258,6 +258,13 @@ def test_a_stream_that_ends_within_a_rollout_is_refused(make):
         trainer.train()
 
 
+def test_a_stream_is_evaluated(make):
+    held_out = tiny.make_dataset(4).to_iterable_dataset()
+    trainer = make(eval_dataset=held_out, eval_strategy="steps", eval_steps=2, max_steps=2)
+    trainer.train()
+    assert any("eval_reward" in entry for entry in trainer.state.log_history)
+
+
 def test_training_that_has_had_all_its_steps_resumes_without_one(make, tmp_path):
     settings = {"train_dataset": tiny.make_dataset(2), "max_steps": -1, "num_train_epochs": 1}
     settings |= {"save_strategy": "steps", "save_steps": 2}
