@@ -104,8 +104,8 @@ test-verl: verl-setup
 # What takes too long for every change, of both suites; every night in CI.
 test-slow: setup verl-setup
 	$(BIN)/python -c 'import deepspeed' 2>/dev/null || $(BIN)/pip install --quiet "$(DEEPSPEED)"  # tests of ZeRO-3
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal -m slow tests/troll/verl
+	export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1; $(BIN)/pytest -n 2 --dist worksteal -m slow; status=$$?; \
+		$(VERL_BIN)/pytest -n 2 --dist worksteal -m slow tests/troll/verl && exit $$status
 
 # With a real engine, on a CPU. Not in CI.
 test-vllm: vllm-setup

@@ -44,7 +44,7 @@ A = Assumptions(**HARDWARE, **ROLLOUT, **QUEUE, read_record=3, read_byte=0.3)
 PUBLISHED = (0.6, 0.6), (1.72, 1.7), (4.02, 4.0), (8.19, 7.6), (32.8, 32), (30.5, 3.0), (35, 3), (235.1, 21.6)
 
 
-@pytest.mark.parametrize(("shape", "published"), zip(SHAPES, PUBLISHED, strict=True))
+@pytest.mark.parametrize(("shape", "published"), list(zip(SHAPES, PUBLISHED, strict=True)))
 def test_shapes_have_the_published_parameters(shape: Shape, published: tuple[float, float]) -> None:
     # Linear attention has more parameters than the full attention that it is counted as.
     parameters, active = (1e9 * count for count in published)

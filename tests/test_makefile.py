@@ -52,6 +52,16 @@ def test_make_test_runs_both_suites_and_reports_both(
     assert (status != 0) == bool(trl or verl)
 
 
+@pytest.mark.parametrize(("trl", "verl"), [(0, 0), (1, 0), (0, 1)])
+def test_slow_tests_of_both_suites_run(checkout: Path, trl: int, verl: int) -> None:
+    set_up(checkout, ".venv", trl)
+    set_up(checkout, ".venv-verl", verl)
+    (checkout / ".venv" / "bin" / "python").symlink_to("/bin/true")  # finds DeepSpeed
+    status, _ = make(checkout, "test-slow")
+    assert (checkout / "log").read_text() == "start .venv\nend\nstart .venv-verl\nend\n"
+    assert (status != 0) == bool(trl or verl)
+
+
 @pytest.mark.parametrize(("works", "other"), [(".venv", "test-verl FAILED"), (".venv-verl", "test-trl FAILED")])
 def test_make_test_runs_the_suite_that_could_be_set_up(checkout: Path, works: str, other: str) -> None:
     set_up(checkout, works, 0)
