@@ -123,6 +123,7 @@ def test_settings_that_do_not_go_together_are_refused(config, settings, message)
         {"sapo_temperature_pos": 0.0, "vespo_k_pos": -1.0},  # which "troll" does not read
         {"surrogate": "clip", "loss_type": "luspo", "epsilon": 1.5, "epsilon_high": None, "delta": 1.1},
         {"use_transformers_continuous_batching": True},
+        {"max_grad_norm": None},
     ],
 )
 def test_settings_that_are_not_read_or_valid_are_accepted(config, settings):

@@ -1,6 +1,7 @@
 """The reward of speed, and programs that try to get it without being fast."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -174,7 +175,11 @@ def test_time_saved_ignores_one_failure_of_the_reference() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"runs": 0}, "runs must be at least 1, got 0"), ({"resolution": 0.0}, "resolution must be .* above 0, got 0")],
+    [
+        ({"runs": 0}, "runs must be at least 1, got 0"),
+        ({"resolution": 0.0}, "resolution must be .* above 0, got 0"),
+        ({"resolution": math.inf}, "resolution must be finite"),
+    ],
 )
 def test_time_saved_refuses_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
