@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -295,6 +296,12 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     for settings, message in cases:
         with pytest.raises(FileNotFoundError, match=message):
             make(max_steps=4, **settings).train(resume_from_checkpoint=True)
+
+
+def test_a_program_in_a_checkpoint_does_not_run(tmp_path):
+    torch.save({"rate": Path("/")}, path := tmp_path / "critic.pt")  # reading a Path calls it
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        checkpoints.load_state(path, "any run")
 
 
 def test_older_checkpoints_go_once_the_new_one_is_complete(make, tmp_path, monkeypatch):
