@@ -1,8 +1,10 @@
 """Plants random mutants in `src/`, one at a time, and writes down which tests kill each.
 
-    python -m tests.mutation plant tests/mutation.csv --mutants 100 --seed 0    # draws mutants, and tries them
-    python -m tests.mutation again tests/mutation.csv                           # tries those that were killed again
-    python -m tests.mutation plant TABLE --mutants 300 --seed 1 --rooms troll/trl               # only those of a room
+    python -m tests.mutation plant TABLE --mutants 300 --seed 1                     # draws mutants, and tries them
+    python -m tests.mutation plant TABLE --mutants 300 --seed 1 --rooms troll/trl   # only those of a room
+    python -m tests.mutation again tests/mutation.csv                               # tries those that were killed again
+
+`tests/mutation.csv` has 100 mutants of seed 0 and 300 of seed 1, these with at most three of the tests that kill each.
 
 A mutant is one change of an operator, a number or a truth value, or one call, update or `raise` that is left out. Texts
 stay as they are, since most of them are messages, and so do annotations. The mutants of a room are drawn evenly from

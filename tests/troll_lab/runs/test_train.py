@@ -239,7 +239,7 @@ def test_a_run_ends_with_its_process_group(short_run: list[str], console: Consol
 
 
 class InterruptAtStep3(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_log(self, args, state, control, **kwargs) -> None:
         if state.global_step == 3:
             raise KeyboardInterrupt
 
@@ -251,6 +251,7 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(short_run, tmp_path, c
         assert not train(recipes.load("quickstart", short_run), console)
     folder = tmp_path / "run"
     assert summary_of(folder)["status"] == "interrupted"
+    assert json.loads((folder / "verdicts.json").read_text())["step"] == 2, "the last evaluation's"
     assert "interrupted" in (folder / "report.html").read_text()
     assert weights(folder)
     assert "resume with the same command and --resume_from_checkpoint" in console.export_text()
