@@ -139,9 +139,8 @@ def test_whole_run_takes_what_was_estimated(fields, tmp_path):
         "output_dir": tmp_path / "run",
         "max_steps": 4,  # two rollouts: in the first, the optimiser has no state yet
         "updates_per_rollout": 2,
-        "generation_kwargs": '{"min_new_tokens": 96}',
         "per_device_train_batch_size": 16,
-        "max_completion_length": 96,
+        "max_completion_length": 96,  # as long as the longest of a batch is: one token of 4,000 ends a completion
         "eval_strategy": "no",
         "eval_on_start": False,
         "save_strategy": "no",
