@@ -82,9 +82,9 @@ class TrustRegionEngine:
         """
         raise NotImplementedError
 
-    def largest(self, value: float) -> float:
-        """The maximum of a number over the processes that have parts of the same model; every process must call it."""
-        return value
+    def from_last_stage(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The numbers of a pipeline's last stage, which alone knows them, on all stages; every process must call it."""
+        return numbers
 
     @cached_property
     def reads_head(self) -> bool:
@@ -115,9 +115,10 @@ class TrustRegionEngine:
         if isinstance(hook, Update):
             sums = hook.sums() if hook.observed else Tally()
             metrics = {name: value.item() for name, value in sums.values(empty=0.0).items() if name not in NOT_LOGGED}
-            self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
+            means = self.from_last_stage({name: value.item() for name, value in sums.values().items()})
+            self._skips_update = means["nonfinite"] > 0
             if self.kl_target is not None:
-                metrics |= self.kl_target.update(sums)
+                metrics |= self.kl_target.update(means)
             if hook.observed:
                 output["metrics"].update({f"trust_region/{name}": [value] for name, value in metrics.items()})
         return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class KLTargetScheduler:
     """The scheduler that verl's engine steps and saves, which also sets the rate of every update.
 
     verl's own scheduler only makes the schedule: a warm-up and a decay multiply the rate that follows the KL. Every
-    method runs on every process, and gets the same numbers there.
+    method runs on every process, and gets the same numbers there. The engines with another scheduler than torch's
+    override `kind`, `peak`, `scheduled` and `rates`.
 
     Args:
         scheduler: The scheduler that verl has made.
@@ -67,22 +69,25 @@ class KLTargetScheduler:
         warns: Whether this process logs warnings.
 
     Raises:
-        ValueError: If the scheduler is not a `LambdaLR`.
+        ValueError: If the scheduler is of another class than `kind`.
     """
 
+    #: The class of verl's scheduler.
+    kind: type = LambdaLR
+
     def __init__(self, scheduler: Any, settings: TrollPolicyLossConfig, *, warns: bool = True) -> None:
-        if not isinstance(scheduler, LambdaLR):
+        if not isinstance(scheduler, self.kind):
             raise ValueError(
-                "actor_rollout_ref.actor.policy_loss.kl_target multiplies the functions of a LambdaLR, and verl's "
-                f"scheduler is {type(scheduler).__name__}: set kl_target=null, or use a verified version of verl"
+                f"actor_rollout_ref.actor.policy_loss.kl_target multiplies the rates of {self.kind.__name__}, and "
+                f"verl's scheduler is {type(scheduler).__name__}: set kl_target=null, or use a verified version of verl"
             )
         assert settings.kl_target is not None
-        self._scheduler = scheduler
+        self.scheduler: Any = scheduler
         self._batches_per_rollout = settings.batches_per_rollout
         self._target = KLTarget(
             settings.kl_target,
             updates_per_rollout=settings.updates_per_rollout,
-            learning_rate=self._base,
+            learning_rate=self.peak,
             warn=logger.warning if warns else lambda message: None,
         )
         # The batches of the current rollout that are done, and the updates on it. Checkpoints lie between rollouts.
@@ -90,25 +95,33 @@ class KLTargetScheduler:
         self._used = self._write()
 
     @property
-    def _base(self) -> float:
-        """The rate at the schedule's peak; the largest stands for those of all groups."""
-        return max(float(rate) for rate in self._scheduler.base_lrs)
+    def peak(self) -> float:
+        """The rate at the schedule's peak, the same on every process; the largest stands for those of all groups."""
+        return max(float(rate) for rate in self.scheduler.base_lrs)
 
-    def update(self, sums: Tally) -> dict[str, float]:
+    @property
+    def scheduled(self) -> float:
+        """The schedule's rate of the current update, of the group that `peak` is of."""
+        return max(self.rates())
+
+    def rates(self) -> list[float]:
+        """The schedule's rates of the current update, of each parameter group."""
+        return [float(rate) for rate in self.scheduler.get_last_lr()]
+
+    def update(self, means: Mapping[str, float]) -> dict[str, float]:
         """Sets the rate of the current update, before the optimiser's step.
 
         Args:
-            sums: The sums of the update over all micro-batches and processes, in host memory.
+            means: Those of the update over all micro-batches and processes.
 
         Returns:
             The metrics of the update: the KL that is wanted, and the rate before the schedule.
         """
-        means = {name: mean.item() for name, mean in sums.values().items()}
         age = self._age
         self._target.update(
             means["kl_before_mean"],
             age,
-            schedule=max(float(rate) for rate in self._scheduler.get_last_lr()) / self._base,
+            schedule=self.scheduled / self.peak,
             moves=means["teaching"] > 0,
             entropy=means["entropy"],
             # The half of a mean says nothing where rewards may be negative.
@@ -122,9 +135,9 @@ class KLTargetScheduler:
         """Ends an update whose step the optimiser has skipped."""
         self._target.used(0.0)
 
-    def step(self) -> None:
-        """Makes the schedule's next step. verl does so after all updates on a batch."""
-        self._scheduler.step()
+    def step(self, *increment: int) -> None:
+        """Makes the schedule's next step, as verl calls it after all updates on a batch."""
+        self.scheduler.step(*increment)
         self._write()  # for the next update; `get_last_lr` stays that of the last one
         self._batches = (self._batches + 1) % self._batches_per_rollout
         if self._batches == 0:
@@ -136,13 +149,13 @@ class KLTargetScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of verl's scheduler, with ours in it."""
-        return {**self._scheduler.state_dict(), STATE: self._target.state_dict()}
+        return {**self.scheduler.state_dict(), STATE: self._target.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over the state of a checkpoint; without ours in it, the search begins."""
         schedule = dict(state)
         own = schedule.pop(STATE, None)
-        self._scheduler.load_state_dict(schedule)
+        self.scheduler.load_state_dict(schedule)
         if own is not None:
             self._target.load_state_dict(own)
         self._used = self._write()
@@ -150,6 +163,6 @@ class KLTargetScheduler:
     def _write(self) -> list[float]:
         """Writes the rates into the optimiser, and returns them."""
         # In the controller's order, whose walk is the sum of these.
-        rates = [self._target.rate * (float(rate) / self._base) for rate in self._scheduler.get_last_lr()]
-        set_rates(self._scheduler.optimizer, rates)
+        rates = [self._target.rate * (rate / self.peak) for rate in self.rates()]
+        set_rates(self.scheduler.optimizer, rates)
         return rates

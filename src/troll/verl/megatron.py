@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,6 +19,7 @@ from troll import LMHead
 from troll.huggingface.forward import replaced_forward
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Hook, Update
+from troll.verl.kl_target import KLTargetScheduler
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.seam import tu
 from troll.verl.seam.training import (
@@ -48,15 +50,28 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         if not (head is None or type(head) is ColumnParallelLinear):
             raise ValueError(f"the LM head is not Megatron's own column-parallel layer, but {type(head).__name__}")
 
-    def largest(self, value: float) -> float:
-        """See the parent: in a pipeline, only the last stage knows the number."""
+    def from_last_stage(self, numbers: dict[str, float]) -> dict[str, float]:
+        """See the parent."""
         if mpu.get_pipeline_model_parallel_world_size() == 1:
-            return value
-        number = torch.tensor(value, device=next(self.module[0].parameters()).device)
-        torch.distributed.all_reduce(
-            number, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
+            return numbers
+        sent, last = [numbers], mpu.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast_object_list(sent, src=last, group=mpu.get_pipeline_model_parallel_group())
+        return sent[0]
+
+    def _build_lr_scheduler(self) -> Any:
+        """Overrides the parent: with a KL target, the parent's scheduler only makes the schedule."""
+        scheduler = super()._build_lr_scheduler()
+        if self.trust_region.kl_target is None:
+            return scheduler
+        self.kl_target = MegatronKLTargetScheduler(
+            scheduler, self.trust_region, warns=torch.distributed.get_rank() == 0
         )
-        return number.item()
+        return self.kl_target
+
+    def lr_scheduler_step(self) -> float:
+        """Overrides the parent, which returns the optimiser's rate: with a KL target, that is the next update's."""
+        rate = super().lr_scheduler_step()
+        return rate if self.kl_target is None else self.kl_target.get_last_lr()[0]
 
     def forward_step(self, batch_iter: Any, model: Any, logits_processor_func: Any, **options: Any) -> Any:
         """Overrides the parent: the model returns hidden states if its head is read."""
@@ -128,6 +143,26 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         if isinstance(loss_function, Hook) and not isinstance(loss_function, Update):
             loss_function = None
         return super().postprocess_micro_batch_func(output, data, forward_only, loss_function, **options)
+
+
+class MegatronKLTargetScheduler(KLTargetScheduler):
+    """The scheduler that sets the rate of every update, around Megatron's."""
+
+    kind = OptimizerParamScheduler
+
+    @property
+    def peak(self) -> float:
+        """See the parent: that of a group without a rate of its own, since stages have different groups."""
+        return float(self.scheduler.max_lr)
+
+    @property
+    def scheduled(self) -> float:
+        """See the parent."""
+        return float(self.scheduler.get_lr({}))
+
+    def rates(self) -> list[float]:
+        """See the parent."""
+        return [float(self.scheduler.get_lr(group)) for group in self.scheduler.optimizer.param_groups]
 
 
 def language_model(model: Any) -> GPTModel:

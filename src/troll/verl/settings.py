@@ -296,8 +296,11 @@ class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.policy_loss.kl_target is not None:
-            raise ValueError(f"{_LOSS}.kl_target works with verl's FSDP engine only: set it to null, or +troll=fsdp")
+        if self.policy_loss.kl_target is not None and not self.optim.use_checkpoint_opt_param_scheduler:
+            raise ValueError(
+                f"{_LOSS}.kl_target keeps the rate that it has found in the scheduler's checkpoint, which verl would "
+                f"not load: set {_ACTOR}.optim.use_checkpoint_opt_param_scheduler=True"
+            )
         if MegatronEngine is None:
             raise ValueError(
                 "+troll=megatron needs verl's Megatron engine, which cannot be imported here, as verl warns: "

@@ -259,13 +259,21 @@ class Actor:
         if hasattr(self.engine, "trust_region"):
             self.engine.trust_region = settings
         if getattr(self.engine, "kl_target", None) is not None:
-            scheduler = self.engine._build_lr_scheduler(optimizer)
-            self.engine.lr_scheduler = self.engine.checkpoint_manager.lr_scheduler = scheduler
+            self.begin_schedule()
         return self
+
+    def begin_schedule(self) -> None:
+        """Replaces verl's scheduler, and with a KL target ours around it."""
+        scheduler = self.engine._build_lr_scheduler(self.engine.optimizer)
+        self.engine.lr_scheduler = self.engine.checkpoint_manager.lr_scheduler = scheduler
 
     @property
     def final_norm(self) -> torch.nn.Module:
         return self.engine.module.model.norm
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
 
     def _settings(self) -> Any:
         return omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)

@@ -13,12 +13,14 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.megatron import transformer_impl
 
 from tests.troll.verl import worker
 from tests.troll.verl.actor import (
     ACTOR,
     SMALL,
     Actor,
+    Sample,
     as_batch,
     captured,
     composed,
@@ -105,6 +107,7 @@ def configuration(model: Path, *overrides: str) -> DictConfig:
         f"+{ACTOR}.megatron.override_transformer_config.sequence_parallel=false",
         f"{ACTOR}.megatron.use_distributed_optimizer=false",
         f"{ACTOR}.optim.clip_grad=0",
+        f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=true",
         *policy_loss(*SMALL),
         *overrides,
     )
@@ -123,6 +126,15 @@ class MegatronActor(Actor):
     @property
     def final_norm(self) -> torch.nn.Module:
         return unwrap_model(self.engine.module[-1]).decoder.final_layernorm
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        (chained,) = self.engine.optimizer.chained_optimizers
+        return chained.optimizer
+
+    def begin_schedule(self) -> None:
+        scheduler = self.engine._build_lr_scheduler()
+        self.engine.lr_scheduler = self.engine.checkpoint_mananager.lr_scheduler = scheduler
 
     def _settings(self) -> Any:
         actor = super()._settings()
@@ -175,7 +187,31 @@ def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, 
     }
 
 
-def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
+def following(actor: MegatronActor) -> MegatronActor:
+    """The actor as it was built, at the beginning of a search for a learning rate."""
+    actor.reset(kl_target=0.03)
+    actor.begin_schedule()
+    return actor
+
+
+def interrupted_or_not(actor: MegatronActor, samples: list[Sample], checkpoint: Path) -> tuple[Any, Any]:
+    """What the second of two rollouts comes to: of an actor, and after it has loaded the first's checkpoint."""
+
+    def second() -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+        return actor.update(actor.score(as_batch(samples[::-1]))), actor.parameters()
+
+    following(actor).update(actor.score(as_batch(samples)))
+    # verl takes a model on a CPU for one that it has offloaded.
+    with mock.patch.object(transformer_impl, "load_megatron_model_to_gpu"):
+        actor.engine.save_checkpoint(str(checkpoint), global_step=1)
+    uninterrupted = second()
+    following(actor).engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    return uninterrupted, second()
+
+
+def all_layouts(
+    rank: int, world: int, model: Path, checkpoint: Path, layouts: tuple[Layout, ...]
+) -> dict[str, dict[Any, Any]]:
     found: dict[str, dict[Any, Any]] = {}
     with on_cpu():
         for layout in layouts:
@@ -185,9 +221,12 @@ def all_layouts(rank: int, world: int, model: Path, layouts: tuple[Layout, ...])
             for case, head in layout.readings:
                 with mock.patch.dict(vars(actor.engine), reads_head=head):
                     found[layout.name][case, head] = trained(actor, SAMPLES, **CASES[case])
+            replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            own = SAMPLES[replica::replicas]
             if layout.pipeline > 1:
-                replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-                own = SAMPLES[replica::replicas]
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
+            found[layout.name]["KL target"] = gathered(worker.rates_of(following(actor), own))
+            if layout.pipeline > 1:
+                found[layout.name]["resumed"] = interrupted_or_not(actor, own, checkpoint / layout.name)
             mpu.destroy_model_parallel()
     return found

@@ -221,7 +221,7 @@ def test_checkpoints_with_and_without_a_target_go_on(follow: Any) -> None:
     saved = run.engine.lr_scheduler.state_dict()
     plain = LambdaLR(AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0), lambda step: 1.0)
     plain.load_state_dict(saved)
-    assert plain.last_epoch == 1 and plain.get_last_lr() == run.engine.lr_scheduler._scheduler.get_last_lr()
+    assert plain.last_epoch == 1 and plain.get_last_lr() == run.engine.lr_scheduler.scheduler.get_last_lr()
     run.actor.reset(ppo_epochs=2)
     run.engine.lr_scheduler.load_state_dict({name: value for name, value in saved.items() if name != STATE})
     assert run.state["rate"] == pytest.approx(FOUND) and run.state["walked"] == []
@@ -263,5 +263,5 @@ def test_warnings_are_logged_by_one_process(caplog: pytest.LogCaptureFixture) ->
 
 def test_scheduler_without_functions_is_refused() -> None:
     optimizer, _ = scheduled(1e-2)
-    with pytest.raises(ValueError, match=r"kl_target multiplies .* is StepLR: set kl_target=null"):
+    with pytest.raises(ValueError, match=r"multiplies the rates of LambdaLR, .* is StepLR: set kl_target=null"):
         KLTargetScheduler(StepLR(optimizer, 1), SETTINGS)

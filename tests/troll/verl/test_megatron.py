@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,21 +16,24 @@ import pytest
 import torch
 from hydra.errors import InstantiationException
 from megatron.core import parallel_state as mpu
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tensordict import TensorDict
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.base import EngineRegistry
 
 from tests.troll.verl import megatron_worker, worker
-from tests.troll.verl.actor import ACTOR, Sample, Step, as_batch, rollout
+from tests.troll.verl.actor import ACTOR, SMALL, Sample, Step, as_batch, in_this_process, policy_loss, rollout
+from tests.troll.verl.actor import configuration as fsdp_configuration
 from tests.troll.verl.fresh import Fresh
 from tests.troll.verl.megatron_worker import CASES, LAYOUTS, SAMPLES, Layout, configuration, save_divisible_model
 from tests.troll.verl.reference import Settings, check, check_captured, check_left_out, mini_batches
 from troll.verl import TrollMcoreActorConfig
 from troll.verl import settings as settings_module
-from troll.verl.megatron import TrollMegatronEngine, hidden_states_for_logits
+from troll.verl.megatron import MegatronKLTargetScheduler, TrollMegatronEngine, hidden_states_for_logits
 from troll.verl.settings import TrollPolicyLossConfig
 
 #: Layouts that together have tensors, contexts and stages spread; the others are slow.
@@ -46,7 +50,8 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     @cache
     def run(*, fast: bool) -> dict[str, Any]:
         layouts = tuple(layout for layout in LAYOUTS if (layout.name in FAST) is fast)
-        return worker.run(4, megatron_worker.all_layouts, tmp_path_factory.mktemp("found") / "of.pt", model, layouts)
+        folder = tmp_path_factory.mktemp("found")
+        return worker.run(4, megatron_worker.all_layouts, folder / "of.pt", model, folder, layouts)
 
     return run
 
@@ -87,6 +92,66 @@ def test_updates_equal_the_core(
 
 def test_nan_on_the_last_stage_leaves_out_all_updates(run: Callable[..., dict[str, Any]]) -> None:
     check_left_out(run(fast=True)["pipeline and tensor"]["left out"])
+
+
+@pytest.fixture(scope="module")
+def rates_of_one_process(model: Path) -> list[float]:
+    settings = policy_loss(*SMALL, *worker.KL_TARGET)
+    return worker.rates_of(
+        in_this_process(fsdp_configuration(model, *settings, f"{ACTOR}.optim.clip_grad=1e9")), SAMPLES
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, id=each.name, marks=() if each.name in FAST else pytest.mark.slow) for each in LAYOUTS],
+)
+def test_learning_rate_follows_the_kl(
+    layout: Layout, run: Callable[..., dict[str, Any]], rates_of_one_process: list[float]
+) -> None:
+    """On every process, the first stages included, it is that of one process with FSDP."""
+    first, *others = run(fast=layout.name in FAST)[layout.name]["KL target"]
+    assert others == [first] * 3 and len({*first}) > 3
+    assert first == pytest.approx(rates_of_one_process, rel=1e-3)
+
+
+def test_resumed_run_equals_an_uninterrupted_one(run: Callable[..., dict[str, Any]]) -> None:
+    """Bit by bit, with a KL target."""
+    (metrics, parameters), (got, own) = run(fast=True)["pipeline and tensor"]["resumed"]
+    assert all(torch.equal(own[name], value) for name, value in parameters.items())
+    assert got["lr"] == metrics["lr"] == metrics["trust_region/kl_target/rate"][-1:]
+
+
+def scheduler_of(*groups: dict[str, float]) -> OptimizerParamScheduler:
+    """Megatron's own: a warm-up of two steps, and a decay."""
+    steps = {"lr_warmup_steps": 2, "lr_decay_steps": 6, "lr_decay_style": "cosine", "wd_incr_steps": 6}
+    decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_style": "constant"}
+    optimizer = SimpleNamespace(param_groups=list(groups))
+    return OptimizerParamScheduler(optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, **steps, **decay)
+
+
+SETTINGS = TrollPolicyLossConfig(kl_target=0.03, train_batch_size=8)
+
+
+def test_schedule_and_groups_multiply_the_rate() -> None:
+    """A pipeline stage may lack a group: the rate that is the same everywhere is that of the others."""
+    groups: tuple[dict[str, float], ...] = ({}, {"max_lr": 5e-2, "min_lr": 0.0})
+    scheduler = MegatronKLTargetScheduler(scheduler_of(*groups), SETTINGS)
+    alone = scheduler_of(*({**group} for group in groups))
+    for _ in range(7):
+        wanted = [group["lr"] / 100 for group in alone.optimizer.param_groups]
+        assert [group["lr"] for group in groups] == pytest.approx(wanted, rel=1e-12)
+        scheduler.update({"kl_before_mean": math.nan, "teaching": 1.0, "entropy": 1.0})
+        assert scheduler._target.state_dict()["walked"][-1] == pytest.approx(wanted[0], rel=1e-12)
+        scheduler.step(1)
+        alone.step(1)
+        assert scheduler.get_last_lr() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_scheduler_of_another_kind_is_refused() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match=r"the rates of OptimizerParamScheduler, .* is LambdaLR: set kl_target=null"):
+        MegatronKLTargetScheduler(LambdaLR(optimizer, lambda step: 1.0), SETTINGS)
 
 
 @contextmanager
@@ -163,6 +228,9 @@ def test_what_cannot_be_trained_is_refused(model: Path, monkeypatch: pytest.Monk
     dynamic = (f"{megatron}.dynamic_context_parallel=true", f"+{megatron}.max_seqlen_per_dp_cp_rank=64")
     with pytest.raises(InstantiationException, match=r"megatron\.dynamic_context_parallel=False"):
         omega_conf_to_dataclass(configuration(model, *dynamic).actor_rollout_ref.actor)
+    lost = (f"{ACTOR}.policy_loss.kl_target=0.03", f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=false")
+    with pytest.raises(InstantiationException, match=r"set .*\.optim\.use_checkpoint_opt_param_scheduler=True"):
+        omega_conf_to_dataclass(configuration(model, *lost).actor_rollout_ref.actor)
     monkeypatch.setattr(settings_module, "MegatronEngine", None)
     with pytest.raises(InstantiationException, match=r"pip install 'verl\[megatron\]'"):
         omega_conf_to_dataclass(configuration(model).actor_rollout_ref.actor)

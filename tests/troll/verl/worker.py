@@ -106,7 +106,7 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 def rates_of(actor: Actor, samples: list[Sample]) -> list[float]:
     """The learning rates that the optimiser used in the updates of two rollouts."""
     rates: list[float] = []
-    optimizer = actor.engine.optimizer
+    optimizer = actor.optimizer
     hook = optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     for _ in range(2):
         actor.update(actor.score(as_batch(samples)))

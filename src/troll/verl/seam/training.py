@@ -77,6 +77,13 @@ if MegatronEngine is not None:
             ("output", "data", "forward_only", "loss_function"),
         ),
         Needed(MegatronEngineWithLMHead, "_get_context_parallel_layout", "context parallelism"),
+        Needed(MegatronEngineWithLMHead, "_build_lr_scheduler", "a learning rate that follows the KL"),
+        Needed(
+            MegatronEngineWithLMHead,
+            "lr_scheduler_step",
+            "a learning rate that follows the KL",
+            uses=("lr_scheduler", "step"),
+        ),
         Needed(preprocess_thd_engine, None, "packed batches", ("use_fp8_padding", "pad_to_length_bucket", "cp_layout")),
         Needed(preprocess_bshd_engine, None, "padded batches", ("use_fp8_padding", "forced_max_seqlen")),
     )
