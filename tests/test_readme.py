@@ -79,6 +79,16 @@ def test_readme_says_of_smollm2_what_it_found() -> None:
         assert numbers == [-others[0], -others[2], -others[1]]
 
 
+def test_readme_says_of_the_kl_target_what_it_found() -> None:
+    text = " ".join(README.split())
+    for name, said in {
+        "K1": "the start matters by {0}",
+        "K2": "four methods gain {0} over their best rates, TROLL {1}",
+    }.items():
+        row = next(row for row in rows_of(STUDY / "kl-target.md", name) if row[1] == "(a)")
+        assert said.format(row[3], row[4]) in text and row[-1] == "holds"
+
+
 def test_readme_says_what_a_step_costs() -> None:
     """The time of a step on a GPU and on CPUs, and the head's time and memory on a GPU."""
     table = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
