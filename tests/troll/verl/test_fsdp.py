@@ -73,6 +73,7 @@ def responses(values: Tensor, batch: Any) -> Tensor:
 def test_head_and_logits_have_verls_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities and entropies of every pass."""
     actor, stock, batch = trolled(), single(plug_in=()), as_batch(rollout(), temperature=0.7)
+    assert actor.engine.reads_head  # and has prepared the model for it
     own = stock.reset().infer(batch, calculate_entropy=True)
     log_probs, entropy = (responses(own[name], batch) for name in ("log_probs", "entropy"))
     error = max(reference.capture_error(reference.load(model_folder()), x, Settings()) for x in rollout())
@@ -137,6 +138,7 @@ def test_updates_on_what_is_no_number_are_left_out(
 ) -> None:
     """As verl leaves them out where gradients are not finite."""
     actor = trolled()
+    assert actor.engine.reads_head  # and has prepared the model for it
     monkeypatch.setitem(vars(actor.engine), "reads_head", reads_head)
     check_left_out(left_out(actor, rollout(), value))
 
