@@ -49,6 +49,8 @@ class TrustRegionEngine:
     hook: Hook | None = None
     captured: Captured
     kl_target: KLTargetScheduler | None = None
+    #: What goes around verl's scheduler if there is a `kl_target`.
+    scheduler_class: type[KLTargetScheduler] = KLTargetScheduler
     from_head: bool = False
     _skips_update: bool = False
 
@@ -85,6 +87,15 @@ class TrustRegionEngine:
     def from_last_stage(self, numbers: dict[str, float]) -> dict[str, float]:
         """The numbers of a pipeline's last stage, which alone knows them, on all stages; every process must call it."""
         return numbers
+
+    def _build_lr_scheduler(self, *arguments: Any) -> Any:
+        """Overrides the parent: with a KL target, the parent's scheduler only makes the schedule."""
+        scheduler = super()._build_lr_scheduler(*arguments)  # type: ignore[misc]
+        if self.trust_region.kl_target is None:
+            return scheduler
+        warns = torch.distributed.get_rank() == 0
+        self.kl_target = self.scheduler_class(scheduler, self.trust_region, warns=warns)
+        return self.kl_target
 
     @cached_property
     def reads_head(self) -> bool:

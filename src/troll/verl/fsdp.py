@@ -13,7 +13,6 @@ from troll.huggingface.forward import REQUEST, ReadingRequest, accept_requests, 
 from troll.huggingface.head import refuse_head
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Hook
-from troll.verl.kl_target import KLTargetScheduler
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.seam import tu
 from troll.verl.seam.training import (
@@ -52,14 +51,6 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         if self.model_config.lora.get("merge", False):
             refuse_merging(adapted, "actor_rollout_ref.model.lora.merge=True")
         return adapted
-
-    def _build_lr_scheduler(self, optimizer: Any) -> Any:
-        """Overrides the parent: with a KL target, the parent's scheduler only makes the schedule."""
-        scheduler = super()._build_lr_scheduler(optimizer)
-        if self.trust_region.kl_target is None:
-            return scheduler
-        self.kl_target = KLTargetScheduler(scheduler, self.trust_region, warns=self.rank == 0)
-        return self.kl_target
 
     def check_head(self) -> None:
         """See the parent."""

@@ -32,9 +32,31 @@ from troll.verl.seam.training import (
 from troll.verl.settings import BACKEND_PREFIX
 
 
+class MegatronKLTargetScheduler(KLTargetScheduler):
+    """The scheduler that sets the rate of every update, around Megatron's."""
+
+    kind = OptimizerParamScheduler
+
+    @property
+    def peak(self) -> float:
+        """See the parent: that of a group without a rate of its own, since stages have different groups."""
+        return float(self.scheduler.max_lr)
+
+    @property
+    def scheduled(self) -> float:
+        """See the parent."""
+        return float(self.scheduler.get_lr({}))
+
+    def rates(self) -> list[float]:
+        """See the parent."""
+        return [float(self.scheduler.get_lr(group)) for group in self.scheduler.optimizer.param_groups]
+
+
 @EngineRegistry.register(model_type="language_model", backend=f"{BACKEND_PREFIX}megatron", device=list(DEVICES))
 class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
     """verl's Megatron engine, whose last pipeline stage reads this process's slice of the LM head."""
+
+    scheduler_class = MegatronKLTargetScheduler
 
     def processes(self) -> ProcessGroup:
         """The processes with the same slice of the model, among which batches and sequences are divided."""
@@ -57,16 +79,6 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         sent, last = [numbers], mpu.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast_object_list(sent, src=last, group=mpu.get_pipeline_model_parallel_group())
         return sent[0]
-
-    def _build_lr_scheduler(self) -> Any:
-        """Overrides the parent: with a KL target, the parent's scheduler only makes the schedule."""
-        scheduler = super()._build_lr_scheduler()
-        if self.trust_region.kl_target is None:
-            return scheduler
-        self.kl_target = MegatronKLTargetScheduler(
-            scheduler, self.trust_region, warns=torch.distributed.get_rank() == 0
-        )
-        return self.kl_target
 
     def lr_scheduler_step(self) -> float:
         """Overrides the parent, which returns the optimiser's rate: with a KL target, that is the next update's."""
@@ -143,26 +155,6 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         if isinstance(loss_function, Hook) and not isinstance(loss_function, Update):
             loss_function = None
         return super().postprocess_micro_batch_func(output, data, forward_only, loss_function, **options)
-
-
-class MegatronKLTargetScheduler(KLTargetScheduler):
-    """The scheduler that sets the rate of every update, around Megatron's."""
-
-    kind = OptimizerParamScheduler
-
-    @property
-    def peak(self) -> float:
-        """See the parent: that of a group without a rate of its own, since stages have different groups."""
-        return float(self.scheduler.max_lr)
-
-    @property
-    def scheduled(self) -> float:
-        """See the parent."""
-        return float(self.scheduler.get_lr({}))
-
-    def rates(self) -> list[float]:
-        """See the parent."""
-        return [float(self.scheduler.get_lr(group)) for group in self.scheduler.optimizer.param_groups]
 
 
 def language_model(model: Any) -> GPTModel:

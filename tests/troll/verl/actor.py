@@ -258,8 +258,8 @@ class Actor:
             object.__setattr__(self.actor, name, value)
         if hasattr(self.engine, "trust_region"):
             self.engine.trust_region = settings
-        if getattr(self.engine, "kl_target", None) is not None:
-            self.begin_schedule()
+            if (self.engine.kl_target or settings.kl_target) is not None:
+                self.begin_schedule()
         return self
 
     def begin_schedule(self) -> None:

@@ -187,25 +187,18 @@ def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, 
     }
 
 
-def following(actor: MegatronActor) -> MegatronActor:
-    """The actor as it was built, at the beginning of a search for a learning rate."""
-    actor.reset(kl_target=0.03)
-    actor.begin_schedule()
-    return actor
-
-
 def interrupted_or_not(actor: MegatronActor, samples: list[Sample], checkpoint: Path) -> tuple[Any, Any]:
     """What the second of two rollouts comes to: of an actor, and after it has loaded the first's checkpoint."""
 
     def second() -> tuple[Mapping[str, Any], dict[str, Tensor]]:
         return actor.update(actor.score(as_batch(samples[::-1]))), actor.parameters()
 
-    following(actor).update(actor.score(as_batch(samples)))
+    actor.reset(kl_target=0.03).update(actor.score(as_batch(samples)))
     # verl takes a model on a CPU for one that it has offloaded.
     with mock.patch.object(transformer_impl, "load_megatron_model_to_gpu"):
         actor.engine.save_checkpoint(str(checkpoint), global_step=1)
     uninterrupted = second()
-    following(actor).engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    actor.reset(kl_target=0.03).engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     return uninterrupted, second()
 
 
@@ -225,7 +218,7 @@ def all_layouts(
             own = SAMPLES[replica::replicas]
             if layout.pipeline > 1:
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
-            found[layout.name]["KL target"] = gathered(worker.rates_of(following(actor), own))
+            found[layout.name]["KL target"] = gathered(worker.rates_of(actor.reset(kl_target=0.03), own))
             if layout.pipeline > 1:
                 found[layout.name]["resumed"] = interrupted_or_not(actor, own, checkpoint / layout.name)
             mpu.destroy_model_parallel()

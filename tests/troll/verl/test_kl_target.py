@@ -18,6 +18,7 @@ from tests.troll.ages import kept_ages
 from tests.troll.verl.actor import ACTOR, Actor, as_batch, captured, nested, policy_loss, rollout, trolled
 from tests.troll.verl.worker import CASES
 from troll import KLTarget
+from troll.verl.engine import TrustRegionEngine
 from troll.verl.kl_target import STATE, KLTargetScheduler
 from troll.verl.seam.training import assign
 from troll.verl.settings import TrollPolicyLossConfig
@@ -96,7 +97,7 @@ def test_schedule_multiplies_the_rate(follow: Any) -> None:
     """verl steps its scheduler once a batch, and logs the rate that the last update used."""
     run = follow(schedule=COSINE)
     metrics = run.rollouts(4)
-    alone = super(type(run.engine), run.engine)._build_lr_scheduler(AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    alone = super(TrustRegionEngine, run.engine)._build_lr_scheduler(AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0))
     shape = [alone.lr_lambdas[0](step) for step in range(4)]
     found = metrics["trust_region/kl_target/rate"]
     assert shape[:3] == [0, 0.5, 1] and 0 < shape[3] < 1 and len({*found}) > 6
