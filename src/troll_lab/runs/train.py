@@ -166,7 +166,7 @@ class RunFiles(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Appends answers of an evaluation on the task that is trained on."""
-        if state.is_world_process_zero and "eval_loss" in kwargs["metrics"]:
+        if state.is_world_process_zero and "eval_runtime" in kwargs["metrics"]:
             row = {"step": state.global_step, "answers": [asdict(each) for each in self.eval_metrics.answers]}
             with self.answers.open("a") as file:
                 file.write(_line(row))
@@ -225,7 +225,7 @@ class OtherTasks(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
-        if "eval_loss" in kwargs["metrics"]:
+        if "eval_runtime" in kwargs["metrics"]:
             for task in self.tasks:
                 with judged_by(self.trainer, task.reward_funcs, task.reward_weights):
                     self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")

@@ -92,6 +92,11 @@ class LabConfig(TrollConfig):
     eval_temperature: float | None = None
 
     def _check_evaluation(self) -> None:
+        if self.metric_for_best_model in ("loss", "eval_loss"):
+            raise ValueError(
+                "evaluations of LabTrainer have no loss, which says nothing about answers: set metric_for_best_model "
+                "to another metric, such as 'pass@1' or 'reward'"
+            )
         if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
             raise ValueError(
                 "the temperature of generation_kwargs would replace eval_temperature in vLLM: set temperature instead"

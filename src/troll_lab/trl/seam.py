@@ -32,6 +32,7 @@ NEEDED = (
         "inputs prompts completions completion_ids_list",
     ),
     method(GRPOTrainer, "_save_checkpoint", "checkpoints that say whether they are complete", "model trial"),
+    method(GRPOTrainer, "_prepare_inputs", "evaluations without a loss", "generation_batch"),
     method(GRPOTrainer, "_get_eval_sampler", "the order of evaluations", "eval_dataset"),
     method(
         GRPOTrainer,

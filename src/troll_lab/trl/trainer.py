@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.trainer_utils import has_length
 
@@ -31,7 +32,8 @@ class LabTrainer(TrollTrainer):
 
     PPO's critic, rewards of tokens, groups with equal rewards sampled again, rollouts of several conversations or of
     older weights, generation in chunks, the metrics of `troll eval` in every evaluation, and checkpoints that say
-    whether they are complete. With the defaults of `LabConfig` it trains exactly as `TrollTrainer` does.
+    whether they are complete. With the defaults of `LabConfig` it trains exactly as `TrollTrainer` does. Its
+    evaluations have no loss: scoring the answers, which takes longer than sampling them, would only serve that.
 
     Raises:
         TypeError: If `args` is not a `LabConfig`.
@@ -129,6 +131,23 @@ class LabTrainer(TrollTrainer):
         return super()._compute_loss(model, inputs)
 
     # Evaluation
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[None, None, None]:
+        """Overrides the parent: answers are sampled and judged, without a loss, which says nothing about them."""
+        self._prepare_inputs(inputs)
+        return None, None, None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Overrides the parent: no scores of an evaluation's answers, except to compare them with an engine's."""
+        if self.model.training or self.use_vllm:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **kwargs
+            )
+        return torch.full((len(input_ids), logits_to_keep), math.nan, device=input_ids.device), None, None
 
     def evaluation_loop(
         self,

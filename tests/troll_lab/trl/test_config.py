@@ -65,6 +65,7 @@ VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwarg
         ),
         ({"critic_kwargs": {"lr": 1e-4}}, "critic_kwargs: the critic has no setting 'lr'; it has gamma, gae_lambda, "),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "evaluations of LabTrainer have no loss"),
         ({**VLLM_TEMPERATURE, "surrogate": "clip"}, "temperature of generation_kwargs would replace eval_temperature"),
         (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),

@@ -314,7 +314,7 @@ def test_evaluation_counts_all_conversations_and_scores_the_last(make):
         return make_one(make, earlier, **held_out)[0].evaluate()
 
     some, none = evaluated(EARLIER), evaluated(None)
-    assert some["eval_loss"] == none["eval_loss"] and some["eval_reward"] == none["eval_reward"]
+    assert some["eval_reward"] == none["eval_reward"]
     assert some["eval_completions/mean_length"] != none["eval_completions/mean_length"]
 
 

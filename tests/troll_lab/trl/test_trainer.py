@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.troll.trl import tiny
 from troll.trl import TrollConfig, TrollTrainer
@@ -13,6 +13,8 @@ from troll_lab.trl import LabConfig, LabTrainer
 
 TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime"}
 TIMES |= {"eval_samples_per_second", "eval_steps_per_second"}
+
+OF_A_LOSS = ("eval_loss", "eval_entropy", "eval_clip_ratio/")
 
 #: What the method has: defaults, other estimators and surrogates, adapters of the rollout, and several micro-batches.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -47,8 +49,28 @@ def test_lab_trainer_is_bit_by_bit_troll_trainer_by_default(make, tmp_path, sett
         trained[kind] = log(trainer), tiny.parameters(trainer.model)
     (base, weights), (lab, lab_weights) = trained.values()
     assert any("trust_region/kl_before_mean" in entry for entry in base) or settings.get("surrogate") == "clip"
+    # But for what the loss of an evaluation measures.
+    assert not any(name.startswith(OF_A_LOSS) for entry in lab for name in entry)
+    base = [{name: value for name, value in entry.items() if not name.startswith(OF_A_LOSS)} for entry in base]
     assert lab == base and [list(entry) for entry in lab] == [list(entry) for entry in base]
     torch.testing.assert_close(lab_weights, weights, rtol=0, atol=0)
+
+
+def test_an_evaluation_scores_no_answers(make, monkeypatch):
+    held_out = {"eval_dataset": tiny.make_dataset(4), "beta": 0.1, "advantage_estimator": "rloo"}
+    metrics = make(LabTrainer, **held_out).evaluate()
+    trainer = make(LabTrainer, **held_out)
+
+    def score(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("scored")
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", score)
+    assert trainer.evaluate().keys() == metrics.keys()
+    assert "eval_loss" not in metrics and "eval_reward" in metrics
+    # With an engine, TRL compares the scores with what the engine reports.
+    trainer.use_vllm = True
+    with pytest.raises(AssertionError, match="scored"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, torch.ones(2, 5), torch.ones(2, 5), 3)
 
 
 def test_each_trainer_refuses_the_configuration_of_the_other(make, tmp_path):
