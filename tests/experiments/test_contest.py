@@ -38,6 +38,14 @@ def test_contestants_have_the_rate_that_suits_them(tmp_path: Path) -> None:
     assert (clip.rates, none.rates[0]) == (dict.fromkeys(range(4), 1e-4), 1e-4)
     assert clip.final is not None and clip.final.mean == pytest.approx(0.6375)
     assert clip.range == pytest.approx((10**-4.34, 10**-3.88), rel=0.1)
+    (nothing,) = contestants(
+        Comparison(
+            read_runs(
+                [write_run(tmp_path / f"nothing-{rate}", "none", 0, 0.0, learning_rate=rate) for rate in (1e-4, 1e-3)]
+            )
+        )
+    )
+    assert nothing.range is None and nothing.means == {1e-4: 0, 1e-3: 0}
     one, other = contrasts(methods)
     assert (one.second, other.second) == (clip, none)
     assert one.estimate.mean == pytest.approx(0.55 - 0.6375)

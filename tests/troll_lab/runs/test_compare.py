@@ -287,6 +287,26 @@ def interrupt_when(*moments: list[Path]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.parametrize(
+    ("before", "stops"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)], ids=["default", "nohup"]
+)
+def test_a_closed_terminal_ends_the_runs_except_under_nohup(tmp_path, how, console, monkeypatch, before, stops):
+    real, during = subprocess.Popen, []
+
+    def started(*arguments: Any, **options: Any) -> Any:
+        during.append(signal.getsignal(signal.SIGHUP))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    earlier = signal.signal(signal.SIGHUP, before)
+    try:
+        assert compare(grid(), tmp_path / "all", console, jobs=1) == "finished"
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+    assert during and all(callable(handler) == stops for handler in during)
+
+
 def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict[str, str], console: Console) -> None:
     how["quickstart-seed=0"] = "wait"
     folder = tmp_path / "all"
