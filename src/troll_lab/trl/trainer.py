@@ -33,7 +33,7 @@ class LabTrainer(TrollTrainer):
     PPO's critic, rewards of tokens, groups with equal rewards sampled again, rollouts of several conversations or of
     older weights, generation in chunks, the metrics of `troll eval` in every evaluation, and checkpoints that say
     whether they are complete. With the defaults of `LabConfig` it trains exactly as `TrollTrainer` does. Its
-    evaluations have no loss: scoring the answers, which takes longer than sampling them, would only serve that.
+    evaluations have no loss, which is all that scoring their answers would serve.
 
     Raises:
         TypeError: If `args` is not a `LabConfig`.
