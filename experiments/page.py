@@ -7,8 +7,9 @@ A template is a page's prose. Between double braces stands what the data fill in
 `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept and learned;
 `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any;
 `{{second TABLE}}`, the runs of a regime of the second part, and `{{second hypotheses}}`;
-`{{third TABLE}}`, the runs of a regime of the third part, `{{third hypotheses}}`, `{{third dial}}`,
-`{{third predictions}}` and `{{third laws}}`; and within a sentence `{{third size}}`, how many of its runs there are,
+`{{third TABLE}}`, the runs of a regime of the third part, `{{course TABLE}}`, their rates and successes in training,
+`{{third hypotheses}}`, `{{third dial}}`, `{{third predictions}}` and `{{third laws}}`; and within a sentence
+`{{third size}}`, how many of its runs there are,
 `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
 rates or, with ` @ RATE`, at one. In the second part a regime is a table's name, and methods are the keys of
 `second.METHODS`.
@@ -154,6 +155,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         if kind == "third" and name in third.REGIMES:
             former = contests.get(third.FORMER.get(name, ""))
             return _block(key, [tables.third_runs(targeted[name], former)])
+        if kind == "course" and name in third.REGIMES:
+            return _block(key, [tables.third_course(targeted[name])])
         if key == "third size":
             return tables.third_size(targeted.values())
         if kind == "kept" and name in REGIMES:

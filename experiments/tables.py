@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 from experiments import predictions, second, second_analysis, third, third_analysis
@@ -330,6 +330,34 @@ def third_runs(found: third_analysis.Contest, former: Contest | None) -> str:
     return f"*{found.regime.name}: {status}.*\n\n{table([*head, *(f'rates {each}' for each in names)], lines)}"
 
 
+#: The rollouts of `third_course`.
+COURSE = (1, 2, 3, 5, 10, 20, 40)
+
+
+def third_course(found: third_analysis.Contest) -> str:
+    """The rate and the success in training in some rollouts, over seeds: the geometric mean, and the mean.
+
+    Args:
+        found: The counted runs of a regime.
+    """
+    lines = []
+    for method in found.regime.methods:
+        for arm in found.at(method):
+            runs = list(found.runs[arm].values())
+            name = f"at {rate_text(arm.rate)}" if arm.target is None else f"from {rate_text(arm.rate)}"
+            lines.append([second.METHODS[method].name, name, *(_course(runs, rollout) for rollout in COURSE)])
+    return table(["", "rate", *(f"rollout {rollout}" for rollout in COURSE)], lines)
+
+
+def _course(runs: Sequence[Result], rollout: int) -> str:
+    reached = [run for run in runs if len(run.curve) >= rollout]
+    if not reached:
+        return NOTHING
+    success = percent(fmean(run.curve[rollout - 1] / run.completions for run in reached))
+    rates = [run.rates[rollout - 1] for run in reached if run.rates]
+    return f"{_short(geometric_mean(rates))}: {success}" if rates else success
+
+
 def third_dial(dials: Sequence[third_analysis.Dial]) -> str:
     """Success over the target and over the constant rate, for seeds that have all values, and the best value."""
     names = {"kl_target": "T", "learning_rate": "rate"}
@@ -405,9 +433,7 @@ def _predicted(found: predictions.Prediction | None) -> str:
     """A rate and the success there; a rate beyond those that were run has none."""
     if found is None:
         return NOTHING
-    return (
-        f"{found.rate:.1e}".replace("e-0", "e-") + f": {NOTHING if found.success is None else percent(found.success)}"
-    )
+    return f"{_short(found.rate)}: {NOTHING if found.success is None else percent(found.success)}"
 
 
 def _mean_loss(losses: Iterable[float | None]) -> str:
@@ -422,7 +448,12 @@ def _late_rates(runs: Sequence[Result]) -> str:
     if not late:
         return NOTHING
     tenth = len(late) // 10
-    return f"{late[tenth]:.1e} to {late[-1 - tenth]:.1e}".replace("e-0", "e-")
+    return f"{_short(late[tenth])} to {_short(late[-1 - tenth])}"
+
+
+def _short(rate: float) -> str:
+    """A learning rate with two digits."""
+    return f"{rate:.1e}".replace("e-0", "e-")
 
 
 def tabular(rows: Sequence[Mapping[str, Any]]) -> str:

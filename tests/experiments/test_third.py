@@ -240,13 +240,15 @@ def test_predict_needs_runs() -> None:
 def test_page_shows_the_third_part_with_and_without_runs(tmp_path: Path) -> None:
     committed = {name: each for name, each in page.read_tables(DOCS / "results").items() if name in second.REGIMES}
     names = ("size", "hypotheses", "third-b", "third-smollm2", "dial", "predictions", "laws")
-    template = " ".join(f"{{{{third {name}}}}}" for name in names)
+    template = " ".join(f"{{{{third {name}}}}}" for name in names) + " {{course third-b}}"
     text, _ = fill(committed, tmp_path, template)
     assert "0 of 750 counted runs" in text and "| K1 | (a) and (b) | – | – | – | – | – | – | – | open |" in text
     text, _ = fill({**committed, "third-b": rows("third-b", shifted(0, -0.2))}, tmp_path, template)
     assert "288 of 750 counted runs" in text and "*(b) 32 updates a rollout: 288 of 288 counted runs.*" in text
     assert "refuted |" in text and "| (a) and (b) | – | – | – | – | – | – | – | refuted |" in text
     assert "| 1.0e-4 to 2.0e-4 |" in text  # the rates of the second half
+    rates = "| 1.0e-6: 6.2 | 1.0e-4: 25.0 | 2.0e-4: 50.0 | – | – | – | – |"  # only three rollouts are there
+    assert f"| TROLL | from 1e-6 {rates}" in text and "| TROLL | at 3e-5 | 6.2 | 25.0 | 50.0 | – |" in text
 
 
 def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
