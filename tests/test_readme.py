@@ -85,7 +85,7 @@ def test_readme_says_of_the_kl_target_what_it_found() -> None:
 
     assert row("K1", "(a) and (b)")[-1] == row("K2", "(a) and (b)")[-1] == "holds"  # "to within 5 points"
     a, b = row("K2", "(a)"), row("K2", "(b)")
-    said = f"means over their best rates are {a[3]} in (a) and {b[3]} in (b), TROLL's {a[4]} and {b[4]}."
+    said = f"best constant rate is {a[3]} in (a) and {b[3]} in (b) over four methods, for TROLL {a[4]} and {b[4]}."
     assert said in " ".join(README.split())
 
 

@@ -19,7 +19,7 @@ failed=()
 for run in $RUNS; do
   target=${run#"${run%%:*}"}
   METHOD=${run%%:*} KL_TARGET=${target#:} bash "$(dirname "$0")/dapo-qwen3-4b.sh" \
-    trainer.max_actor_ckpt_to_keep=1 "$@" || failed+=("$run")
+    trainer.max_actor_ckpt_to_keep=2 "$@" || failed+=("$run")
 done
 if [[ ${failed[*]:-} ]]; then
   echo "failed: ${failed[*]}" >&2

@@ -67,8 +67,8 @@ class TrollConfig(GRPOConfig):
             only other surrogates read are ignored. See docs/surrogates.md.
         surrogate_kwargs: The surrogate's own settings as a JSON object, e.g. `{"weight": 0.3}` for "kl_penalty". See
             docs/surrogates.md.
-        kl_target: The KL to the policy that sampled, not to the reference model: its mean over tokens, in nats, that is
-            wanted in the last of eight updates on a rollout. The learning rate follows it, with any surrogate:
+        kl_target: The KL to the old policy, not to the reference model: its mean over tokens, in nats, that is wanted
+            in the last of eight updates on a rollout. The learning rate follows it, with any surrogate:
             `learning_rate` is only where the search begins, at a hundredth of it, and the schedule multiplies what is
             found. 0.02 to 0.03 is a start. It needs two updates on a rollout. Default: None, the rate is
             `learning_rate`. See docs/trl.md.
