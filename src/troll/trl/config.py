@@ -150,6 +150,11 @@ class TrollConfig(GRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
+        if "num_steps" in (getattr(self.accelerator_config, "gradient_accumulation_kwargs", None) or {}):
+            raise ValueError(
+                "accelerator_config's gradient_accumulation_kwargs.num_steps would change the number of updates on a "
+                "rollout after it has been settled: set gradient_accumulation_steps instead"
+            )
         self._settle_updates(batch)
         settings_read(self)  # finds wrong ones of the surrogate
         if not self.samples_as_trl:

@@ -105,7 +105,7 @@ def _train(run: BuiltRun, console: Console) -> bool:
         trainer.add_callback(OtherTasks(trainer, run.others))
 
     stop = StopAfterRollout(trainer)
-    trainer.add_callback(stop)
+    trainer.callback_handler.callbacks.insert(0, stop)
     result = RunResult(run)
     # TRL would write its own card, without the task and results, with every checkpoint and before every push.
     trainer.create_model_card = result.write_card  # type: ignore[method-assign]
@@ -237,7 +237,7 @@ class StopAfterRollout(TrainerCallback):
     In the middle of a rollout, a checkpoint would lack the rollout's completions.
 
     Args:
-        trainer: The trainer, whose other callbacks run before this one.
+        trainer: The trainer. Its other callbacks run after this one, and so log what they have of the last updates.
 
     Attributes:
         stopped: Whether it has ended the training before its last step.

@@ -103,6 +103,7 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         ({"updates_per_rollout": 1, **ONE_PASS_IN_TWO}, "=1 .* 3 passes a rollout and 2 an update"),
         ({"updates_per_rollout": 3, "num_iterations": 2}, "takes 3 passes over a rollout, which num_iterations=2"),
         ({"steps_per_generation": 4, "generation_batch_size": 64}, "generation_batch_size=64 .* makes 32 completions"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, "set gradient_accumulation_steps"),
         # The reward.
         (KL_IN_REWARD | {"beta": 0.0, "advantage_estimator": "rloo"}, "beta, which must be above 0, got 0.0"),
         (KL_IN_REWARD, "needs advantage_estimator reinforce_plus_plus, .*_baseline or rloo, got 'group'"),

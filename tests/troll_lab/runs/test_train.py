@@ -332,6 +332,15 @@ def test_ctrl_c_saves_at_the_end_of_the_rollout(
 
 
 @pytest.mark.usefixtures("listens")
+def test_ctrl_c_logs_the_updates_since_the_last_log(short_run, tmp_path, console, monkeypatch):
+    monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_step_begin", 0)))
+    longer = [*short_run, *REWARDED, "--max_steps", "8", "--logging_steps", "4"]
+    assert not train(recipes.load("quickstart", longer), console)
+    (line,) = (line for line in logged(tmp_path / "run") if "loss" in line)
+    assert line["step"] == 2 and line["trust_region/kl_before_mean"] > 0
+
+
+@pytest.mark.usefixtures("listens")
 def test_a_second_ctrl_c_stops_at_once(short_run, tmp_path, console, monkeypatch):
     monkeypatch.setattr(build, "_trainer", trainer_with(CtrlC("on_pre_optimizer_step", 0, times=2)))
     assert not train(recipes.load("quickstart", short_run), console)
