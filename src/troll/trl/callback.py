@@ -126,7 +126,7 @@ class TrollCallback(TrainerCallback):
         """The passes since the tokens of the next one were sampled from the network itself."""
         trainer = self._trainer
         passes = seam.micro_batches_done(trainer) % trainer.args.rollout_steps
-        return trainer.rollouts_behind(anew=passes == 0) * trainer.args.rollout_steps + passes
+        return trainer.passes_behind(anew=passes == 0) + passes
 
     def _rollouts_done(self) -> int:
         """The number of rollouts that have had all their updates."""

@@ -161,8 +161,8 @@ class KLTargetRate:
         """The updates since the policy from which the current one's KL is measured."""
         args, trainer = self._args, self._trainer
         passes = seam.micro_batches_done(trainer) % args.rollout_steps
-        rollouts = trainer.rollouts_behind(anew=False) if args.anchor == "rollout" else 0
-        return rollouts * args.updates_per_rollout + passes // args.gradient_accumulation_steps
+        behind = trainer.passes_behind(anew=False) if args.anchor == "rollout" else 0
+        return (behind + passes) // args.gradient_accumulation_steps
 
     def _multiplied(self, schedule: Schedule) -> Schedule:
         def multiplied(step: int) -> float:

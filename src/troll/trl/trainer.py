@@ -51,7 +51,7 @@ class TrollTrainer(GRPOTrainer):
     A micro-batch is told from top to bottom in `troll.trl.micro_batch`; what happens before a training and between
     updates, in `troll.trl.callback`. A trainer that samples in another way, such as `troll_lab.trl.LabTrainer`, changes
     `_roll_out` and `_make_old_policy`; where a sample has several rows, `of_rows` and `of_samples`; and where older
-    weights sample, `rollouts_behind`.
+    weights sample, `passes_behind`.
 
     Attributes:
         kl_bound: ε in nats, which the next update uses: at first that of `args`. A callback may set it between updates,
@@ -254,8 +254,12 @@ class TrollTrainer(GRPOTrainer):
         gathered: Tensor = self.accelerator.gather(values)
         return gathered
 
-    def rollouts_behind(self, *, anew: bool) -> int:
-        """How many rollouts ago the network was the one that sampled the current rollout; with `anew`, the next."""
+    def passes_behind(self, *, anew: bool) -> int:
+        """How many passes before the current rollout's first one the network was the one that sampled it.
+
+        Args:
+            anew: Whether the next rollout is meant.
+        """
         return 0
 
     # The update

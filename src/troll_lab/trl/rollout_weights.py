@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from troll.trl.seam import add_metrics
+from troll.trl.seam import add_metrics, micro_batches_done
 from troll_lab.trl.checkpoints import load_state, save_state
 from troll_lab.trl.seam import generating_within
 
@@ -47,29 +47,33 @@ class RolloutWeights:
 
     def start(self) -> None:
         """Begins a training."""
-        #: The trained weights at the last rollouts, the oldest first.
-        self._weights: deque[list[Tensor]] = deque(maxlen=self._delay + 1)
+        #: The trained weights at the last rollouts, the oldest first, and the passes that were done before each.
+        self._weights: deque[tuple[int, list[Tensor]]] = deque(maxlen=self._delay + 1)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """A context in which TRL samples one rollout with these weights; logs `sampling/rollouts_behind`, their age."""
-        self._weights.append([parameter.detach().clone() for parameter in self._trained()])
+        weights = [parameter.detach().clone() for parameter in self._trained()]
+        self._weights.append((micro_batches_done(self._trainer), weights))
         whole = self._trainer.args.anchor == "rollout"
         with self._sampling() if whole else generating_within(self._trainer, self._sampling):
             yield
-        add_metrics(self._trainer, {"sampling/rollouts_behind": self.rollouts_behind(anew=False)})
+        add_metrics(self._trainer, {"sampling/rollouts_behind": len(self._weights) - 1})
 
-    def rollouts_behind(self, *, anew: bool) -> int:
-        """The age of the current rollout, in rollouts; with `anew`, that of the next one."""
-        return min(len(self._weights) - (not anew), self._delay)
+    def passes_behind(self, *, anew: bool) -> int:
+        """The passes between the weights that sampled the current rollout and its first pass; `anew`: the next one."""
+        taken = [passes for passes, _ in self._weights]
+        if anew:
+            taken = [*taken, micro_batches_done(self._trainer)][-self._delay - 1 :]
+        return taken[-1] - taken[0]
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        self._set(self._weights[0])
+        self._set(self._weights[0][1])
         try:
             yield
         finally:
-            self._set(self._weights[-1])
+            self._set(self._weights[-1][1])
 
     @torch.no_grad()
     def _set(self, weights: list[Tensor]) -> None:
@@ -82,7 +86,12 @@ class RolloutWeights:
     def save(self, checkpoint: Path) -> None:
         """Writes `WEIGHTS_STATE` into a checkpoint's folder, atomically."""
         if self._trainer.args.should_save:
-            state = {"delay": self._delay, "weights": list(self._weights)[-self._delay :]}
+            kept, done = list(self._weights)[-self._delay :], micro_batches_done(self._trainer)
+            state = {
+                "delay": self._delay,
+                "weights": [weights for _, weights in kept],
+                "passes_since": [done - passes for passes, _ in kept],
+            }
             save_state(state, checkpoint / WEIGHTS_STATE)
 
     def load(self, checkpoint: Path) -> None:
@@ -93,4 +102,7 @@ class RolloutWeights:
                 f"{checkpoint} is of a run with rollout_delay={state['delay']}, and this one has {self._delay}: "
                 "resume with the same value"
             )
-        self._weights.extend(state["weights"])
+        # A resumed training counts its passes from 0.
+        self._weights.extend(
+            (-since, weights) for since, weights in zip(state["passes_since"], state["weights"], strict=True)
+        )

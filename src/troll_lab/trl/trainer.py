@@ -118,9 +118,9 @@ class LabTrainer(TrollTrainer):
         """Overrides the parent: the values of a sample's conversations are added up."""
         return super().of_samples(self.conversations.of_samples(values))
 
-    def rollouts_behind(self, *, anew: bool) -> int:
+    def passes_behind(self, *, anew: bool) -> int:
         """Overrides the parent: delayed weights have an age."""
-        return 0 if self.rollout_weights is None else self.rollout_weights.rollouts_behind(anew=anew)
+        return 0 if self.rollout_weights is None else self.rollout_weights.passes_behind(anew=anew)
 
     # The update
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.troll.ages import kept_ages
-from tests.troll.trl.test_kl_target import run, walk
+from tests.troll.trl.test_kl_target import TARGET, run, walk
 from troll_lab.trl import LabConfig, LabTrainer
 
 
@@ -20,6 +20,16 @@ def test_an_old_policy_is_as_old_as_the_rollout_it_sampled(make, monkeypatch, an
     # The delay grows to three rollouts of two updates, as there are older weights.
     behind = [min(rollout, 3) * 2 if staleness else 0 for rollout in range(5)]
     assert ages == [age + update for age in behind for update in (0, 1)]
+
+
+def test_an_interrupted_rollout_counts_with_the_updates_that_it_had(make, tmp_path, monkeypatch):
+    """The resumed run samples a new rollout, with weights that are one update old."""
+    settings: dict[str, Any] = {"anchor": "rollout", "rollout_delay": 1, "steps_per_generation": 4, "max_steps": 13}
+    settings |= {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 5}
+    run(make, LabTrainer, **settings)
+    ages = kept_ages(monkeypatch)
+    make(LabTrainer, **TARGET | settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert ages == [1, 2, 3, 4, *range(4, 8)]
 
 
 def test_one_update_a_rollout_says_nothing_whatever_the_delay(tmp_path):
