@@ -152,23 +152,32 @@ class KLTarget:
         for name, value in (("kl", kl), ("learning_rate", learning_rate)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        for name, count, least in (("updates_per_rollout", updates_per_rollout, 1), ("staleness", staleness, 0)):
-            if not isinstance(count, int) or count < least:
-                raise ValueError(f"{name} must be an integer, at least {least}, got {count}")
-        if updates_per_rollout + staleness < 2:
+        if not isinstance(staleness, int) or staleness < 0:
+            raise ValueError(f"staleness must be an integer, at least 0, got {staleness}")
+        self.kl = kl
+        self._staleness, self._start = staleness, START * learning_rate
+        self.expect(updates_per_rollout)
+        self._warn = warn or (lambda message: warnings.warn(message, stacklevel=2))
+        self._state = _State(self._start)
+
+    def expect(self, updates_per_rollout: int) -> None:
+        """Sets U, where the next rollouts have another number of updates than the last ones.
+
+        Raises:
+            ValueError: As the class does.
+        """
+        if not isinstance(updates_per_rollout, int) or updates_per_rollout < 1:
+            raise ValueError(f"updates_per_rollout must be an integer, at least 1, got {updates_per_rollout}")
+        if updates_per_rollout + self._staleness < 2:
             raise ValueError(
                 "updates_per_rollout must be at least 2 for a KL target, got 1: in the first update on a rollout the "
                 "policy is still the one that sampled, and its KL says nothing about the learning rate"
             )
-        self.kl = kl
         #: A, the age of a rollout's last update.
-        self.last_age = updates_per_rollout - 1 + staleness
-        self._staleness, self._start = staleness, START * learning_rate
+        self.last_age = updates_per_rollout - 1 + self._staleness
         # The measurements of a rollout; at age 0 there is none. And the updates that give them.
-        self._window = max(updates_per_rollout - (staleness == 0), FEWEST)
+        self._window = max(updates_per_rollout - (self._staleness == 0), FEWEST)
         self._updates = max(updates_per_rollout, 2 * FEWEST)
-        self._warn = warn or (lambda message: warnings.warn(message, stacklevel=2))
-        self._state = _State(self._start)
 
     @property
     def rate(self) -> float:

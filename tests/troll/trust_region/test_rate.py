@@ -162,6 +162,19 @@ def test_wanted_kl_is_target_after_eight_updates():
     assert wanted_kl(TARGET, 1, 7) == pytest.approx(TARGET / 7**1.7)
 
 
+def test_expect_changes_number_of_updates():
+    """The target goes on as one that was made with this number."""
+    changed, made = (KLTarget(TARGET, updates_per_rollout=updates, learning_rate=1e-2) for updates in (8, 24))
+    changed.expect(24)
+    assert changed.last_age == made.last_age == 23 and changed.wanted(23) == made.wanted(23)
+    for update in range(72):
+        kl = 1e-3 * (update % 24) ** 2
+        assert changed.update(kl, update % 24) == made.update(kl, update % 24)
+    assert changed.state_dict() == made.state_dict()
+    with pytest.raises(ValueError, match="updates_per_rollout must be at least 2"):
+        changed.expect(1)
+
+
 def moved(rate: float = RIGHT) -> KLTarget:
     """A control after the first update of a rollout."""
     control = KLTarget(TARGET, updates_per_rollout=8, learning_rate=rate / START)

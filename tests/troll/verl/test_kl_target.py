@@ -57,6 +57,10 @@ class Following:
         self.hook = self.optimizer.register_step_pre_hook(lambda *_: self.rates.append(self.rate))
 
     @property
+    def target(self) -> KLTarget:
+        return self.engine.lr_scheduler._target
+
+    @property
     def rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
@@ -135,8 +139,15 @@ def test_age_counts_updates_since_the_weights_were_sent(follow: Any, monkeypatch
     assert ages == [0, 1, 2, 3, 4, 5] * 2
     # Agent loops of several conversations have more mini-batches in some rollouts than in others.
     run.rollouts(1, as_batch(rollout(16)))
+    assert run.target.last_age == 7
     run.rollouts(1, as_batch(rollout(8)))
     assert ages[12:] == [*range(8), *range(4)]
+    # The next rollout is expected to be as the last one was, in a resumed run too.
+    saved = run.engine.lr_scheduler.state_dict()
+    run.actor.reset(ppo_epochs=2)
+    assert run.target.last_age == 5
+    run.engine.lr_scheduler.load_state_dict(saved)
+    assert run.target.last_age == 3
 
 
 def test_age_counts_over_the_batches_of_separate_async(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
