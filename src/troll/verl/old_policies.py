@@ -150,7 +150,8 @@ def reported_policies(data: TensorDict, vocab_size: int, *, truncated: bool = Fa
         truncated: Whether the rollout used truncated sampling.
 
     Raises:
-        ValueError: If records are missing, damaged, of other tokens, or of policies of the other kind.
+        ValueError: If records are missing, damaged, of other tokens or another temperature, or of policies of the other
+            kind.
     """
     responses = data["responses"].values()
     policy = from_records([record.to(responses.device) for record in _records(data)])
@@ -159,6 +160,12 @@ def reported_policies(data: TensorDict, vocab_size: int, *, truncated: bool = Fa
         raise ValueError(
             f"the batch's old policies are {kinds[0]}, and those of the rollout's top_p and top_k are {kinds[1]}: its "
             "agent loop must sample with both as they are configured"
+        )
+    temperature = data["temperature"]
+    if not isinstance(temperature, Tensor) and policy.temperature not in (None, temperature):
+        raise ValueError(
+            f"the batch's tokens were sampled at temperature {policy.temperature}, and that of the rollout is "
+            f"{temperature}: its agent loop must sample as it is configured"
         )
     known = policy.counts > 0
     sampled = policy.token_ids[(policy.offsets[:-1] + policy.slot)[known]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
 
@@ -27,6 +27,7 @@ def old_policy_record(
     top_k: int,
     mass_threshold: float,
     truncated: bool = False,
+    temperature: float | None = None,
 ) -> Tensor:
     """Makes the record of one completion's old policies, for the extra field `old_policies` of a rollout's output.
 
@@ -42,6 +43,7 @@ def old_policy_record(
         mass_threshold: δ, in [0, 1): fewer than K tokens are kept where they hold 1 − δ of the mass.
         truncated: Whether the finite log-probabilities are those of all tokens that the sampler could draw, after top-p
             or top-k. The policy is then on these, without a tail, and δ has no effect.
+        temperature: The temperature of the sampler, which an update compares with its own; None compares nothing.
 
     Returns:
         The record, (R,) int32: its length depends on how many tokens are kept.
@@ -57,7 +59,8 @@ def old_policy_record(
             f"{tuple(log_probs.shape)}"
         )
     top_k, mass_threshold = min(top_k, vocab_size), 0.0 if truncated else mass_threshold
-    return to_record(_packed(token_ids.int(), log_probs.float(), vocab_size, top_k, mass_threshold, truncated))
+    policy = _packed(token_ids.int(), log_probs.float(), vocab_size, top_k, mass_threshold, truncated)
+    return to_record(replace(policy, temperature=temperature))
 
 
 def _packed(

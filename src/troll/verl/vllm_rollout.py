@@ -76,6 +76,7 @@ def reporting(server_class: type) -> type:
                 top_k=self._settings["top_k"],
                 mass_threshold=self._settings["mass_threshold"],
                 truncated=as_trained and not Truncation(max(self.config.top_k, 0), self.config.top_p).keeps_all,
+                temperature=sampling_params.get("temperature"),
             )
             return output
 

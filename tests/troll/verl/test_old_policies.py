@@ -1,5 +1,6 @@
 """Old policies as a field of verl's batches: where tokens stand, and what the batch's ways leave of the records."""
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -183,6 +184,10 @@ def with_records(data: TensorDict, records: list[Tensor]) -> TensorDict:
     return data
 
 
+def sampled_at(temperature: float, record: Tensor) -> Tensor:
+    return to_record(dataclasses.replace(from_records([record]), temperature=temperature))
+
+
 #: What is wrong with a batch's records, and what is said of it.
 WRONG: list[tuple[Callable[[TensorDict, list[Tensor]], TensorDict], str]] = [
     (
@@ -194,6 +199,10 @@ WRONG: list[tuple[Callable[[TensorDict, list[Tensor]], TensorDict], str]] = [
     # Both together have as many tokens as before.
     (lambda data, of: with_records(data, [of[1], of[0], of[2]]), "not of the same rollout"),
     (lambda data, of: with_records(data, [of[0], of[1], of[1]]), "not of the same rollout"),
+    (
+        lambda data, of: with_records(data, [sampled_at(0.5, record) for record in of]),
+        "sampled at temperature 0.5, and",
+    ),
 ]
 
 

@@ -93,7 +93,7 @@ def test_completion_has_the_policies_it_was_sampled_from(step: int) -> None:
     expected = capture(distributions(), torch.tensor(TOKENS), top_k=K, mass_threshold=1e-3)
     assert torch.equal(policy.token_ids, expected.token_ids) and torch.equal(policy.slot, expected.slot)
     torch.testing.assert_close(policy.outcomes.exp(), expected.outcomes.exp(), rtol=1e-5, atol=1e-6)
-    assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
+    assert (policy.vocab_size, policy.mass_threshold, policy.temperature) == (V, 1e-3, 1.0)
     # The rest is verl's own.
     assert (output.token_ids, output.log_probs) == (plain.token_ids, plain.log_probs)
     assert output.extra_fields["global_steps"] == 4
@@ -121,7 +121,8 @@ def test_fewer_log_probs_than_asked_for_are_refused() -> None:
 
 @pytest.mark.parametrize("sampling", [{"top_k": -1}, {"top_p": 0.5}, {"temperature": 0.0}])
 def test_validation_may_sample_in_another_way(sampling: dict[str, Any]) -> None:
-    assert not policy_of(generate(server(top_k=5), **sampling)).truncated
+    policy = policy_of(generate(server(top_k=5), **sampling))
+    assert not policy.truncated and policy.temperature == sampling.get("temperature", 1.0)
     with pytest.raises(ValueError, match="all tokens that a truncated rollout could sample"):
         generate(server(top_k=5))  # the engine keeps more
 
