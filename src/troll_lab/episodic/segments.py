@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -47,8 +49,9 @@ def segment_advantages(rewards: Tensor, values: Tensor, cuts: Tensor, discount: 
     """
     start, end = cuts[:-1], cuts[1:]
     age = discount ** torch.arange(rewards.shape[-1] + 1, dtype=rewards.dtype)
-    gained = torch.nn.functional.pad((rewards * age[:-1]).cumsum(-1), (1, 0))
-    return (gained[:, end] - gained[:, start]) / age[start] + age[end - start] * values[:, end] - values[:, start]
+    # Each sum by itself: a difference of sums from the first step on would be divided by its discount.
+    gained = torch.stack([rewards[:, a:b] @ age[: b - a] for a, b in pairwise(cuts.tolist())], -1)
+    return gained + age[end - start] * values[:, end] - values[:, start]
 
 
 def generalised_advantages(rewards: Tensor, values: Tensor, discount: float, decay: float) -> Tensor:

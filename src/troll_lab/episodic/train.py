@@ -26,7 +26,7 @@ from troll_lab.episodic.policy import sample
 from troll_lab.episodic.prodmp import ProDMP
 from troll_lab.episodic.rollout import Rollout, collect, make_environments
 from troll_lab.evaluation.estimators import wilson_interval
-from troll_lab.lock import locked
+from troll_lab.lock import ANOTHER_FOLDER, locked
 from troll_lab.runs.recorded import read_metrics
 from troll_lab.runs.statistics import t_interval
 from troll_lab.terminal import FAILED, INTERRUPTED, UsageError, fail, say
@@ -233,6 +233,9 @@ def _check_folder(config: EpisodicConfig, folder: Path) -> None:
                 f"output_dir {folder} holds a run: choose another with --output_dir, or continue it with "
                 "--resume_from_checkpoint"
             )
+        # Runs of language models have the marker too.
+        if (folder / CONFIG).is_file() and "environment" not in read_yaml(folder / CONFIG):
+            raise ValueError(f"output_dir {folder} is not empty and holds no run on movements: {ANOTHER_FOLDER}")
         return
     if not (folder / CHECKPOINT).is_file():
         raise ValueError(f"resume_from_checkpoint: {folder} has no {CHECKPOINT}")

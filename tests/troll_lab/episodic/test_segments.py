@@ -38,7 +38,7 @@ def test_random_cuts_refuse_points_out_of_range(points: int) -> None:
         random_cuts(20, points)
 
 
-@pytest.mark.parametrize("discount", [1.0, 0.9])
+@pytest.mark.parametrize("discount", [1.0, 0.9, 0.01])
 def test_segment_advantages_are_rewards_and_the_change_of_value(discount: float) -> None:
     rewards, values = random_episode()
     cuts = torch.tensor([0, 3, 4, 15, 20])

@@ -106,8 +106,12 @@ def test_folders_in_use_are_refused(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume_from_checkpoint: .* has no checkpoint\.pt"):
         run(tmp_path, resume_from_checkpoint=True)
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ValueError, match="is not empty and holds no run on movements"):
-        run(tmp_path)
+    for config in (None, "model_name_or_path: toy\n"):  # the second is a run of a language model
+        if config is not None:
+            (tmp_path / "config.yaml").write_text(config)
+        with pytest.raises(ValueError, match="is not empty and holds no run on movements"):
+            run(tmp_path)
+        assert config is None or (tmp_path / "config.yaml").read_text() == config
 
 
 def test_other_methods_name_themselves(tmp_path: Path) -> None:
