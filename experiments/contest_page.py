@@ -15,7 +15,7 @@ from troll_lab.reports.figures import format_values, inline_figure, line_mark, l
 from troll_lab.reports.outcome import outcome_section
 from troll_lab.reports.page import Card, render
 from troll_lab.runs.comparison import panels, read_comparison
-from troll_lab.runs.comparison_tables import difference, estimate_json, estimate_text, method_json
+from troll_lab.runs.comparison_tables import difference, estimate_json, estimate_text, left_out, method_json
 from troll_lab.runs.recorded import Measure
 
 _RATE_NOTE = (
@@ -48,18 +48,22 @@ def write_contest(paths: Sequence[Path], folder: Path, choices: Sequence[Mapping
         "tuning": list(choices),
         "methods": [_contestant_json(method) for method in methods],
         "contrasts": [_contrast_json(one) for one in found],
+        "unfinished": [run.name for run in comparison.runs if not run.finished],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "contest.json", json_text(content, indent=2) + "\n")
     page = folder / "contest.html"
-    write_atomically(page, contest_html(methods, found, choices))
+    write_atomically(page, contest_html(methods, found, choices, left_out(comparison)))
     return page
 
 
 def contest_html(
-    methods: Sequence[Contestant], found: Sequence[Contrast[Contestant]], choices: Sequence[Mapping[str, Any]]
+    methods: Sequence[Contestant],
+    found: Sequence[Contrast[Contestant]],
+    choices: Sequence[Mapping[str, Any]],
+    unfinished: Sequence[str],
 ) -> str:
-    """The page, from the methods and the contrasts between them."""
+    """The page, from the methods, the contrasts between them, and a sentence about each unfinished run."""
     tuned = any(len(method.groups) > 1 for method in methods)
     notes = [*([_RATE_NOTE] if tuned else []), *([_CHOSEN_NOTE] if choices else [])]
     return render(
@@ -72,6 +76,7 @@ def contest_html(
         rates=rate_figures(methods) if tuned else [],
         rate_table=_rate_table(methods),
         choices=_choice_table(choices),
+        unfinished=unfinished,
     )
 
 

@@ -76,6 +76,19 @@ def test_write_contest_compares_methods_at_their_best_rates(tmp_path: Path) -> N
     }
 
 
+def test_write_contest_names_unfinished_runs(tmp_path: Path) -> None:
+    for seed in range(3):
+        for surrogate, success in (("troll", 0.6), ("clip", 0.5)):
+            write_run(tmp_path / f"{surrogate}-{seed}", surrogate, seed, success)
+    summary = tmp_path / "troll-2" / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "status": "failed"}))
+    page = Page(
+        write_contest([tmp_path / f"{name}-{seed}" for name in ("troll", "clip") for seed in range(3)], tmp_path)
+    )
+    assert "troll-2 is left out: it is failed." in page.text
+    assert json.loads((tmp_path / "contest.json").read_text())["unfinished"] == ["troll-2"]
+
+
 def test_write_contest_names_what_a_tuning_chose(tmp_path: Path) -> None:
     for name, surrogate, bound in (("a", "troll", 0.01), ("b", "regression", 0.2)):
         write_run(tmp_path / name, surrogate, 0, 0.5, kl_bound=bound)

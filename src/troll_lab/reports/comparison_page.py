@@ -22,6 +22,7 @@ from troll_lab.runs.comparison_tables import (
     difference,
     formatted,
     interval_of,
+    left_out,
     plain_difference,
     result_interval,
 )
@@ -93,7 +94,7 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
         differences=_differences(comparison),
         curves=_curves(comparison),
         effort=_effort(comparison),
-        unfinished=[f"{run.name} is left out: it is {run.status}." for run in comparison.runs if not run.finished],
+        unfinished=left_out(comparison),
         settings=yaml_text(comparison.common_settings) if comparison.common_settings else None,
         links={name: quote(path.as_posix()) for name, path in links.items()},
     )

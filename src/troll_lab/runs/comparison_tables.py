@@ -152,6 +152,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def left_out(comparison: Comparison) -> list[str]:
+    """A sentence about each run that is not finished."""
+    return [f"{run.name} is left out: it is {run.status}." for run in comparison.runs if not run.finished]
+
+
 def method_json(method: Method) -> dict[str, Any]:
     """The fields that identify a method."""
     return {"row": dict(method.row), "surrogate": method.surrogate}
