@@ -24,14 +24,14 @@ from experiments.table import (
     write_questions,
 )
 from troll.files import flat, read_json, write_atomically
-from troll.trl.surrogates import SURROGATES, settings_read
+from troll.trl.surrogates import MEASURING, SURROGATES, settings_read
 from troll_lab import recipes
 from troll_lab.runs.comparison import read_comparison
 from troll_lab.runs.grid import PlannedRun
 from troll_lab.runs.recorded import SUCCESS, TRUST, Run, metric, number
 
 # Settings with their own column, and settings of a run's output only.
-_APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resume_from_checkpoint", "use_cpu"}
+_APART = {"surrogate", "learning_rate", "seed", "output_dir", "resume_from_checkpoint", "use_cpu"}
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
 
@@ -79,7 +79,7 @@ def identity_of(run: PlannedRun) -> Identity:
         run.recipe.name,
         training.surrogate,
         float(settings["learning_rate"]),
-        _settings(run.recipe.name, flat(settings), _as_in_a_file(settings_read(training))),
+        _settings(run.recipe.name, training.surrogate, flat(settings), _as_in_a_file(settings_read(training))),
         training.seed,
     )
 
@@ -99,7 +99,7 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         regime=run.recipe,
         surrogate=run.surrogate,
         learning_rate=float(_setting(run, "learning_rate")),
-        settings=_settings(run.recipe, run.settings, _read(run)),
+        settings=_settings(run.recipe, run.surrogate, run.settings, _read(run)),
         seed=run.seed,
         phase=phase,
         success_before=number(run.summary.get("success_before")),
@@ -133,13 +133,14 @@ def _setting(run: Run, name: str) -> Any:
     return run.settings[name]
 
 
-def _settings(recipe: str, settings: Mapping[str, Any], read: Mapping[str, Any]) -> Settings:
+def _settings(recipe: str, surrogate: str, settings: Mapping[str, Any], read: Mapping[str, Any]) -> Settings:
     """The settings that a run's surrogate reads, and those in which the run differs from its recipe, as in a table.
 
     Args:
         recipe: The name of the recipe.
+        surrogate: The surrogate.
         settings: All settings of the run.
-        read: The settings that its surrogate reads.
+        read: The settings that its surrogate and its measurements read; those of measurements only count as others.
     """
     plain, varied = _recipe(recipe)
     apart = _APART | _foreign(read)
@@ -148,12 +149,13 @@ def _settings(recipe: str, settings: Mapping[str, Any], read: Mapping[str, Any])
         for name, value in settings.items()
         if name not in apart
         and not name.startswith(_LEFT_BEHIND)
-        and (name in varied or name not in plain or plain[name] != value)
+        and (plain.get(name) != value or (name in varied and value is not None))
     }
+    measured = set(MEASURING) - set(SURROGATES[surrogate].reads) if surrogate in SURROGATES else set()
+    own = {name: value for name, value in read.items() if value is not None and name not in measured}
     texts = {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        for name, value in (others | dict(read)).items()
-        if value is not None
+        for name, value in (others | own).items()
     }
     return tuple(sorted(texts.items()))
 

@@ -195,6 +195,20 @@ def test_missing_names_planned_runs_that_no_table_has(tmp_path: Path, surrogate:
     assert grid.missing(planned, csv, folder.parent) == planned  # its folder knows it, and leaves it as it is
 
 
+@pytest.mark.parametrize(
+    "change", [{"eval_size": ["64"]}, {"max_completion_length": ["none"]}, {"support_top_k": ["8"]}]
+)
+def test_missing_names_a_run_that_differs_in_any_setting(tmp_path: Path, change: dict[str, list[str]]) -> None:
+    """Also one that only the KL of a target reads, with the clip."""
+    axes = {"surrogate": ["clip"], "learning_rate": ["3e-4"], "kl_target": ["0.03"], "seed": ["0"]}
+    (run,), (other,) = (expand([str(RECIPES / f"{REGIME}.yaml")], axes | more) for more in ({}, change))
+    read = settings_read(run.recipe.training)
+    folder = run_folder(tmp_path / "runs" / run.name, "clip", surrogate_settings=read)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**run.settings, "output_dir": str(folder)}))
+    collect([folder], tmp_path / "results.csv", phase="exploratory")
+    assert grid.missing([run, other], tmp_path / "results.csv", tmp_path / "elsewhere") == [other]
+
+
 def test_make_adds_what_a_table_lacks_even_if_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from troll.files import json_text, read_json, write_atomically
-from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates import MEASURING, SURROGATES
 from troll_lab import recipes
 from troll_lab.lock import ANOTHER_FOLDER
 from troll_lab.recipes import Recipe, RecipeError
@@ -163,6 +163,8 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[tuple[Assignment, list[str
     for combination in product(*(given or (None,) for given in values.values())):
         assignment = dict(zip(values, combination, strict=True))
         unread = _unread(assignment.get("surrogate") or surrogates[0], surrogates, values)
+        if _measures(assignment, fields):
+            unread -= {*MEASURING}
         # A field of the recipe's grid needs some value, even if it is not read.
         assignment = {
             name: values[name][0] if name in unread else value
@@ -190,6 +192,16 @@ def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[
     foreign = (listed - set(SURROGATES[surrogate].reads)) | set(SURROGATES[surrogate].sets)
     # A value that no surrogate of the grid reads stays: the configuration may refuse it.
     return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
+
+
+def _measures(assignment: Assignment, fields: Mapping[str, Any]) -> bool:
+    """Whether updates measure distributions with any surrogate."""
+    for name in ("kl_target", "truncated_ratio"):
+        value = assignment.get(name, fields.get(name))
+        bare = name in assignment and value is None  # a flag without a value is true
+        if bare or str(value).lower() not in ("none", "null", "false"):
+            return True
+    return False
 
 
 def _readable(name: str, value: str) -> str:

@@ -35,6 +35,15 @@ def test_expand_multiplies_no_runs_by_a_setting_that_is_not_read() -> None:
     assert [run.recipe.training.delta for run in runs] == [None, 3.0], "TROLL would refuse it"
 
 
+def test_expand_varies_the_measured_support_where_a_kl_is_measured() -> None:
+    """A KL target's KL is on it, with any surrogate."""
+    command = ("quickstart", "--surrogate", "troll", "clip", "--support_top_k", "8", "16")
+    assert len(plan(*command)) == 3
+    runs = plan(*command, "--kl_target", "0.03")
+    found = [(run.recipe.training.surrogate, run.recipe.training.support_top_k) for run in runs]
+    assert found == [("troll", 8), ("troll", 16), ("clip", 8), ("clip", 16)]
+
+
 def test_expand_multiplies_no_runs_by_a_setting_of_the_surrogate() -> None:
     runs = plan("quickstart", "--surrogate", "troll", "cispo", "--loss_type", "bnpo", "dapo")
     points = ["troll-loss_type=bnpo", "troll-loss_type=dapo", "cispo"]

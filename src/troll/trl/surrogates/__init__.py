@@ -48,6 +48,9 @@ _TROLL_SETTINGS = (
     "constraint_reduction",
 )
 
+#: What any surrogate reads if updates measure distributions for another reason than the surrogate.
+MEASURING = ("support_top_k", "mass_threshold")
+
 #: The registered surrogates by name.
 SURROGATES: dict[str, Surrogate] = {
     "troll": Surrogate(troll, fields=_TROLL_SETTINGS, projects=True, reads_policies=True),
@@ -141,7 +144,7 @@ def check_surrogate(name: str) -> None:
 
 
 def settings_read(args: Any) -> dict[str, Any]:
-    """The values of `Surrogate.reads` in a `TrollConfig`, by name.
+    """The values of `Surrogate.reads` in a `TrollConfig`, by name, and of `MEASURING` if its updates read policies.
 
     Raises:
         ValueError: If the surrogate reads a field that a `TrollConfig` does not have.
@@ -152,4 +155,5 @@ def settings_read(args: Any) -> dict[str, Any]:
             hint = did_you_mean(name, type(args).__dataclass_fields__)
             raise ValueError(f"fields of surrogate {args.surrogate!r} must be settings, got {name!r}{hint}")
     own = {f"surrogate_kwargs.{name}": value for name, value in vars(args.own_settings).items()}
-    return {name: getattr(args, name) for name in surrogate.fields} | own
+    measuring = MEASURING if args.reads_policies else ()
+    return {name: getattr(args, name) for name in dict.fromkeys((*surrogate.fields, *measuring))} | own
