@@ -270,7 +270,8 @@ def _resolved(
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # The checkpoint that a run was resumed from is not one of its settings.
     names_set = sorted((chosen | own) - {"resume_from_checkpoint"})
-    return {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
+    given = settings.keys() | above.fields
+    return {name: values[name] for name in names_set if values.get(name) is not None or name in given}
 
 
 def save(recipe: Recipe, path: Path) -> None:

@@ -109,12 +109,18 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
             or_resume = ", or resume from its last checkpoint with --resume_from_checkpoint" if last else ""
             raise RecipeError(f"output_dir {folder} is not empty: choose another with --output_dir{or_resume}")
         return None
-    check_same_run(recipes.plain(recipe), folder, lambda name: may_change(name) and name not in _DECIDES_THE_DATA)
+    settings = recipes.plain(recipe)
+
+    def may_differ(name: str) -> bool:
+        return may_change(name) and name not in _DECIDES_THE_DATA
+
+    check_same_run(settings, folder, may_differ)
     with raised_as(RecipeError, "resume_from_checkpoint: "):
         if str(resume) in ("last", "true", "True"):  # YAML reads true as a boolean
             last_checkpoint(folder)
             return True
         check_complete(Path(resume))
+    check_same_run(settings, Path(resume).parent, may_differ)
     return resume
 
 

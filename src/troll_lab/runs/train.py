@@ -21,11 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from troll.files import json_text, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.trl.seam import micro_batches_done
 from troll.trl.ungraded import NothingJudgedError
 from troll_lab import recipes
-from troll_lab.evaluation.training_task import TrainingTask
 from troll_lab.lock import locked
 from troll_lab.recipes import Recipe, RecipeError
 from troll_lab.runs.build import LOCK, BuiltRun, build
@@ -34,7 +33,7 @@ from troll_lab.runs.result import RunResult
 from troll_lab.tasks import Task
 from troll_lab.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
 from troll_lab.trl import LabConfig, LabTrainer
-from troll_lab.trl.eval_metrics import EvalMetrics, judged_by
+from troll_lab.trl.eval_metrics import judged_by
 
 #: The figures of the logs in the progress line: label, key, format.
 SHOWN = (
@@ -92,14 +91,15 @@ def train(recipe: Recipe, console: Console) -> bool:
 def _train(run: BuiltRun, console: Console) -> bool:
     recipe, trainer, folder = run.recipe, run.trainer, run.folder
     if trainer.is_world_process_zero():
-        recipes.save(recipe, folder / recipes.CONFIG_FILE)
+        if run.checkpoint is None:
+            recipes.save(recipe, folder / recipes.CONFIG_FILE)
         run.trained_on.write(folder)
         say(console, f"training on {run.task.name} with {_method(recipe.training)}; output in {folder}")
         if recipe.note:
             say(console, recipe.note)
 
     progress = ProgressLine(console)
-    trainer.add_callback(RunFiles(folder, run.trained_on, trainer.eval_metrics))
+    trainer.add_callback(RunFiles(run))
     trainer.add_callback(progress)
     if run.others:
         trainer.add_callback(OtherTasks(trainer, run.others))
@@ -146,13 +146,20 @@ class RunFiles(TrainerCallback):
     after its checkpoint.
     """
 
-    def __init__(self, folder: Path, task: TrainingTask, eval_metrics: EvalMetrics) -> None:
-        self.path, self.task = folder / "metrics.jsonl", task
-        self.answers, self.eval_metrics = folder / ANSWERS, eval_metrics
+    def __init__(self, run: BuiltRun) -> None:
+        self.path, self.task, self.recipe = run.folder / "metrics.jsonl", run.trained_on, run.recipe
+        self.answers, self.eval_metrics = run.folder / ANSWERS, run.trainer.eval_metrics
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Starts the files with what the checkpoint had; for a new run, they are empty."""
+        """Starts the files with what the checkpoint had; for a new run, they are empty.
+
+        From here on, the settings of a resumed run are the new ones, and its former results no longer are its own.
+        """
         if state.is_world_process_zero:
+            folder = self.path.parent
+            recipes.save(self.recipe, folder / recipes.CONFIG_FILE)
+            if (summary := folder / "summary.json").is_file():
+                write_atomically(summary, json_text({**read_json(summary), "status": "unfinished"}, indent=2))
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
             resumed = state.global_step > 0 and self.answers.is_file()
             kept = [row for row in read_metrics(self.answers) if row["step"] <= state.global_step] if resumed else []

@@ -75,6 +75,11 @@ def test_defaults_end_with_a_rollout_and_a_users_values_stay(mine) -> None:
     assert recipe.note is None, "a rollout is sampled between any two of these logs"
 
 
+def test_a_null_of_the_command_only_is_kept(mine, tmp_path) -> None:
+    bare = mine("{model_name_or_path: toy, use_cpu: true, bf16: false}")
+    assert loaded_again(recipes.load(bare, ["--eval_size", "none"]), tmp_path / "again.yaml").task.eval_size is None
+
+
 def test_logs_without_a_reward_are_explained() -> None:
     note = recipes.load("quickstart", ["--logging_steps", "7"]).note
     assert note is not None and note.startswith("logging_steps 7: TRL logs the reward of a rollout once")

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import HfApi
 from rich.console import Console
 from transformers import (
@@ -478,6 +479,25 @@ def test_what_a_resumed_run_may_change(short_run, tmp_path, field, value, refuse
     said = f"with other settings: {field} is .* there and .*{value}.* here"
     with pytest.raises(RecipeError, match=said) if refused else contextlib.nullcontext():
         assert checkpoint_of(changed, folder) is True
+    changed.training.resume_from_checkpoint = named = str(folder / "checkpoint-2")
+    with pytest.raises(RecipeError, match=said) if refused else contextlib.nullcontext():
+        assert checkpoint_of(changed, tmp_path / "another") == named
+
+
+def test_a_longer_run_is_unfinished_until_its_end(short_run, tmp_path, console, monkeypatch):
+    """If it is killed, its folder must not show the results of the shorter run."""
+    seen: list[tuple[str, int]] = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs) -> None:
+            settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+            seen.append((summary_of(tmp_path / "run")["status"], settings["max_steps"]))
+
+    assert train(recipes.load("quickstart", [*short_run, "--max_steps", "2"]), console)
+    monkeypatch.setattr(build, "_trainer", trainer_with(Look()))
+    assert train(recipes.load("quickstart", [*short_run, "--max_steps", "4", "--resume_from_checkpoint"]), console)
+    assert seen == [("unfinished", 4)] * 2
+    assert summary_of(tmp_path / "run")["status"] == "finished"
 
 
 CHAT_TEMPLATE = (
