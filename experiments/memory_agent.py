@@ -58,13 +58,13 @@ def main() -> int:
     """Makes the runs, and prints the tables of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
-    options, fields = parser.parse_known_args()
+    options = parser.parse_args()
     rows, start = read_rows(RESULT), model_path(recipes.load(RECIPE, ["--seed", "0"]))
     for seed in SEEDS:
         for method, function in CONVERSATIONS.items():
             if seed and method == CONTROL:
                 continue
-            given = ["--rollout_func", function, *fields]
+            given = ["--rollout_func", function]
             folder = make(rows, options.output_dir, method, seed, ["--model_name_or_path", start, *given])
             # An evaluation before an update that nobody needs.
             terms = ["--task_options.min_terms", str(LONGER), "--task_options.max_terms", str(LONGER)]
@@ -72,7 +72,7 @@ def main() -> int:
             make(rows, options.output_dir, longer(method), seed, given)
         for surrogate, chosen in SURROGATES.items():
             for rate in RATES:
-                given = ["--model_name_or_path", start, "--learning_rate", rate, *chosen, *MANY_UPDATES, *fields]
+                given = ["--model_name_or_path", start, "--learning_rate", rate, *chosen, *MANY_UPDATES]
                 make(rows, options.output_dir, f"{surrogate}, {rate}", seed, given)
     print(conversations_table(rows), updates_table(rows), sep="\n\n")
     return 0

@@ -16,14 +16,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.console import Console
 
-import troll
 from experiments import figures, tables
 from experiments.rows import Row, read_rows, write_rows
 from troll.files import read_json
 from troll_lab.episodic import config, train
 from troll_lab.episodic.folder import METRICS, SUMMARY
 from troll_lab.runs.recorded import read_metrics
-from troll_lab.runs.result import commit_of
+from troll_lab.runs.result import own_commit
 from troll_lab.runs.statistics import paired_difference, seed_mean
 from troll_lab.runs.text import markdown_table
 
@@ -45,15 +44,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
-    options, fields = parser.parse_known_args()
+    options = parser.parse_args()
     rows = read_rows(result(options.recipe))
     for method, rate, seed in tuning():
-        if not make(rows, options.recipe, options.output_dir, method, rate, seed, fields):
+        if not make(rows, options.recipe, options.output_dir, method, rate, seed):
             return 1
     rates = best_rates(rows)
     for seed in SEEDS:
         for method in METHODS:
-            if not make(rows, options.recipe, options.output_dir, method, rates[method], seed, fields):
+            if not make(rows, options.recipe, options.output_dir, method, rates[method], seed):
                 return 1
     figures.save_svg(lambda: draw(rows), figure(options.recipe))
     print(outcome(rows))
@@ -78,12 +77,15 @@ def tuning() -> Iterator[tuple[str, str, int]]:
     return ((method, rate, TUNING_SEED) for method in METHODS for rate in RATES)
 
 
-def make(rows: list[Row], recipe: str, output: Path, method: str, rate: str, seed: int, fields: Sequence[str]) -> bool:
+def make(
+    rows: list[Row], recipe: str, output: Path, method: str, rate: str, seed: int, fields: Sequence[str] = ()
+) -> bool:
     """Makes a run unless `rows` has it, and adds it there and to the file; returns whether it reached its end."""
     if any((row["method"], row["learning_rate"], row["seed"]) == (method, rate, seed) for row in rows):
         return True
     folder = output / f"{method}-{rate}-{seed}"
     given = [*METHODS[method], "--learning_rate", rate, "--seed", str(seed), "--output_dir", str(folder), *fields]
+    commit = own_commit()
     resumed = ["--resume_from_checkpoint"] if (folder / train.CHECKPOINT).is_file() else []
     if not train.train(config.load(recipe, [*given, *resumed]), Console()):
         return False
@@ -98,7 +100,7 @@ def make(rows: list[Row], recipe: str, output: Path, method: str, rate: str, see
             "success": [row["eval_success"] for row in evaluated],
             "return": [round(row["eval_return"], 3) for row in evaluated],
             "seconds": summary["seconds"],
-            "commit": commit_of(Path(troll.__file__).parent),
+            "commit": commit,
             "versions": summary["versions"],
         }
     )

@@ -35,22 +35,29 @@ def main() -> int:
     """Makes the runs, and prints the table of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
-    options, fields = parser.parse_known_args()
+    options = parser.parse_args()
     # One model for all seeds, since its warm-up takes several times as long as a run.
     start, rows = model_path(recipes.load("overthinking", ["--seed", "0"])), read_rows(RESULT)
     for recipe, weights in WEIGHTS.items():
         for weight in weights:
-            make(rows, RESULT, options.output_dir, start, recipe, weight, TUNING_SEED, fields)
+            make(rows, RESULT, options.output_dir, start, recipe, weight, TUNING_SEED)
     weights_chosen = {recipe: chosen(rows, recipe) for recipe in WEIGHTS}
     for seed in SEEDS:
         for recipe, weight in weights_chosen.items():
-            make(rows, RESULT, options.output_dir, start, recipe, weight, seed, fields)
+            make(rows, RESULT, options.output_dir, start, recipe, weight, seed)
     print(outcome(rows, weights_chosen, SEEDS))
     return 0
 
 
 def make(
-    rows: list[Row], path: Path, output: Path, start: str, recipe: str, weight: str, seed: int, fields: Sequence[str]
+    rows: list[Row],
+    path: Path,
+    output: Path,
+    start: str,
+    recipe: str,
+    weight: str,
+    seed: int,
+    fields: Sequence[str] = (),
 ) -> None:
     """Makes a run from the model in `start` unless `rows` has it, and adds it there and to the file; or exits."""
     weights = ["1", "0", "0"]

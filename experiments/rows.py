@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import troll
 from troll.files import json_text, read_json, write_atomically
 from troll_lab.cli import main as command
-from troll_lab.runs.result import commit_of
+from troll_lab.lock import locked
+from troll_lab.runs.build import LOCK
+from troll_lab.terminal import UsageError
 
 #: A run: its method, settings and seed, its results, and where it was made.
 Row = Mapping[str, Any]
@@ -43,10 +44,12 @@ def train_once(
     """
     if any(row.items() >= run.items() for row in rows):
         return
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    if folder.exists():  # a run that was interrupted
+        with locked(folder, LOCK, holder="another troll train", error=UsageError):
+            shutil.rmtree(folder)
     if code := command(["train", *fields, "--output_dir", str(folder)]):
         sys.exit(code)
     summary = read_json(folder / "summary.json")
-    made = {"seconds": round(summary["seconds"], 1), "commit": commit_of(Path(troll.__file__).parent)}
+    made = {"seconds": round(summary["seconds"], 1), "commit": summary["commit"]}
     rows.append({**run, **results(folder), **made, "versions": summary["versions"]})
     write_rows(path, rows)

@@ -100,12 +100,20 @@ def runs_of(table: str, rows: Sequence[Result], phase: Phase) -> dict[Arm, dict[
     """
     name, seeds = third.TABLES[table]
     runs: dict[Arm, dict[int, Result]] = {arm: {} for arm in third.arms(table)}
+    common: dict[tuple[str, bool], dict[str, str]] = {}  # the settings that the protocol does not change
     for row in rows:
         arm = next((arm for arm in runs if _is_of(row, third.REGIMES[name], arm)), None)
         if arm is None or row.phase != phase or row.seed not in seeds:
             raise ValueError(
                 f"{table}: the protocol has no {row.phase} run of {row.surrogate} at {row.learning_rate:g} with seed "
                 f"{row.seed} and these settings"
+            )
+        known = third.settings_of(third.REGIMES[name], arm)
+        others = {field: value for field, value in row.settings if field not in known}
+        if others != common.setdefault((arm.method, arm.target is None), others) or row.seed in runs[arm]:
+            raise ValueError(
+                f"{table}: two runs of {row.surrogate} at {row.learning_rate:g} with seed {row.seed}, or settings in "
+                f"which the protocol's runs do not differ: {others}"
             )
         runs[arm][row.seed] = row
     return runs

@@ -134,6 +134,13 @@ def test_contest_refuses_runs_that_the_protocol_has_not(changes: dict[str, Any])
         third_analysis.contest("third-a", [replace(rows("third-a")[0], **changes)])
 
 
+@pytest.mark.parametrize("more", [(), (("num_generations", "2"),)])
+def test_contest_refuses_a_second_run_of_a_seed(more: tuple[tuple[str, str], ...]) -> None:
+    first = rows("third-a")[0]
+    with pytest.raises(ValueError, match="two runs of"):
+        third_analysis.contest("third-a", [first, replace(first, settings=tuple(sorted((*first.settings, *more))))])
+
+
 @pytest.mark.parametrize(
     ("regime", "shifts", "wanted"),
     [

@@ -73,6 +73,10 @@ class _Evaluation:
         self.backend = _backend(config.backend, self.source)
         self.tokenizer = load_tokenizer(self.source)
         self.problems = [load_problems(task, self.tokenizer, config.chat_template_kwargs) for task in config.tasks]
+        # Files, seeds and results go by it; tasks of two files may have one.
+        count, name = max((count, name) for name, count in Counter(slug(each.name) for each in self.problems).items())
+        if count > 1:
+            raise EvaluationError(f"{count} tasks have the name {name}: give them names of their own")
         new_tokens = _new_tokens(config.max_new_tokens, self.source, self.problems)
         self.sampling = Sampling(config.resolved_temperature, config.top_p, config.top_k, new_tokens)
         default = VllmGenerator.batch_size if self.backend == "vllm" else TransformersGenerator.batch_size

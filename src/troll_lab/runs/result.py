@@ -9,12 +9,16 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+import troll
+import troll_lab
+import troll_sandbox
 from troll.files import json_text, write_atomically
 from troll.trl.surrogates import SURROGATES, settings_read
 from troll_lab.runs.build import BuiltRun
@@ -32,8 +36,7 @@ from troll_lab.trl.seam import evaluation_order
 class RunResult:
     """Writes the files at the end of a run, even if it fails or is interrupted.
 
-    The time of the run starts when this object is made. The commit is read then too, since the checkout may change
-    during the run.
+    The time of the run starts when this object is made.
 
     Args:
         run: The run. Every process makes its result; only the main one writes it.
@@ -41,7 +44,7 @@ class RunResult:
 
     def __init__(self, run: BuiltRun) -> None:
         self._run, self._status = run, "unfinished"
-        self._start, self._commit = time.monotonic(), commit_of(Path(__file__).parents[1])
+        self._start, self._commit = time.monotonic(), own_commit()
 
     def write(self, status: str, console: Console) -> None:
         """Saves the model, writes all files, and prints the outcome.
@@ -92,7 +95,7 @@ class RunResult:
             "surrogate_settings": settings_read(training),
             "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
             "advantage_estimator": training.advantage_estimator,
-            "kl_bound": training.kl_bound,
+            "kl_bound": settings_read(training).get("kl_bound"),
             "steps": state.global_step,
             "rollouts": -(-passes // training.rollout_steps),
             "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,
@@ -151,8 +154,14 @@ def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:
     return sum(logs["step_time"] * (end - start) for logs, start, end in zip(logged, ends, ends[1:], strict=False))
 
 
-def commit_of(package: Path) -> str | None:
-    """The commit of the checkout that contains a package, with a `+` if files of the package have changed since.
+@cache
+def own_commit() -> str | None:
+    """The commit of the code that runs: call it before a checkout may change under a process."""
+    return commit_of(*(Path(package.__path__[0]) for package in (troll_lab, troll, troll_sandbox)))
+
+
+def commit_of(package: Path, *others: Path) -> str | None:
+    """The commit of the checkout that contains packages, with a `+` if files of one of them have changed since.
 
     None for a package that is only installed inside a checkout, or without git.
     """
@@ -163,7 +172,8 @@ def commit_of(package: Path) -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", "__init__.py")
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+        changed = git("status", "--porcelain", "--", ".", *map(str, others))
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

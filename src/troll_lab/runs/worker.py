@@ -36,6 +36,10 @@ def main() -> None:
         for name in _IMPORTS:
             with contextlib.suppress(ImportError):  # a run that needs the module reports that it is missing
                 importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            from troll_lab.runs.result import own_commit
+
+            own_commit()  # the checkout may change before the last fork
     # From 3.12 on, Python warns of any thread at a fork.
     warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
     gc.freeze()  # the collector would write to every object, and so copy the memory that forks share

@@ -21,7 +21,7 @@ from troll_lab.evaluation.estimators import clustered_interval
 from troll_lab.evaluation.generate import Generation, TransformersGenerator
 from troll_lab.evaluation.problems import Problems
 from troll_lab.evaluation.run import completion_order, evaluate
-from troll_lab.tasks import TaskConfig
+from troll_lab.tasks import TaskConfig, registry
 
 Settings = Callable[..., EvaluationConfig]
 
@@ -221,6 +221,13 @@ def test_task_may_be_added_later(settings: Settings, finished: Path, letters: Ta
     recorded = json.loads((finished / "settings.json").read_text())["tasks"]
     assert set(results_of(finished)["tasks"]) == set(recorded) == {"reasoning_gym:chain_sum", "letters"}
     assert len(read_lines(finished / "generations" / "letters.jsonl")) == 12
+
+
+def test_tasks_of_one_name_are_refused(settings, letters, console, monkeypatch):
+    """Such as two files whose `load` gives the same name."""
+    monkeypatch.setitem(registry._LOADERS, "others", registry._LOADERS["letters"])
+    with pytest.raises(EvaluationError, match="2 tasks have the name letters"):
+        evaluate(settings(tasks=[letters, TaskConfig("others")]), console)
 
 
 def test_task_has_results_as_soon_as_it_is_done(settings, letters, console, monkeypatch):

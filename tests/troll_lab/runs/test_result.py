@@ -27,6 +27,7 @@ def test_commit_of_is_head_and_tells_changed_files(checkout: Path) -> None:
     assert len(commit) == 10 and head.startswith(commit)
     (checkout / "notes").write_text("not of the package")
     assert commit_of(checkout / "package") == commit
+    assert commit_of(checkout / "package", checkout / "notes") == commit + "+"
     (checkout / "package" / "__init__.py").write_text("changed = True")
     assert commit_of(checkout / "package") == commit + "+"
 
