@@ -31,7 +31,7 @@ INSTALL = "install it (Debian: apt install runsc; else see https://gvisor.dev/do
 class GVisor(Launcher):
     """Starts scripts of `inside/`, each in a gVisor sandbox (`runsc`), as an OCI container.
 
-    Programs see the same as with `Bubblewrap`, and gVisor's own /proc, /sys and /dev. The user is *nobody*, without
+    Programs see the same as with `Bubblewrap`, and gVisor's own /sys and /dev. The user is *nobody*, without
     capabilities. Limits and system call filter are the same, and gVisor's kernel enforces them, except those on CPU
     time (its clock also counts waiting for a CPU) and on threads: `Watch` enforces these from outside.
 
@@ -74,12 +74,17 @@ class GVisor(Launcher):
                 inside.touch()
         for name in ("dev", "input", "proc", "sys", "tmp"):
             (self._root / name).mkdir()
+        # In place of gVisor's own /proc, which has the pipes of the process that reports on the program: /dev/stdin.
+        of_stdin = self._folder / "proc" / "self" / "fd" / "0"
+        of_stdin.parent.mkdir(parents=True)
+        of_stdin.symlink_to("/input/input")
         for link, target in seen.links.items():
             (self._root / link.relative_to("/")).symlink_to(target)
-        for folder in (self._root, *self._root.rglob("*")):
+        hidden = self._folder / "proc"
+        for folder in (self._root, *self._root.rglob("*"), hidden, *hidden.rglob("*")):
             if not folder.is_symlink():
                 folder.chmod(0o755)  # so that nobody can read it under any umask
-        mounts = [_mount("bind", place, "ro", source=path) for place, path in shown.items()]
+        mounts = [_mount("bind", place, "ro", source=path) for place, path in {**shown, "/proc": hidden}.items()]
         return [*mounts, *(_mount("tmpfs", str(path), "ro", "mode=555") for path in seen.hidden)]
 
     def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:

@@ -261,6 +261,10 @@ for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run
     if set(names) - {".pyenv"}:
         breach(folder, names)
 """,
+    "pipes of the process that reports": """# wrong answer
+for number in range(8):
+    refused(*[lambda mode=mode: os.open(f"/proc/1/fd/{number}", mode) for mode in (os.O_RDONLY, os.O_WRONLY)])
+""",
     "leases and watches": """# wrong answer
 open("own", "w").close()
 paths = ["own", "/tmp", "/", "/usr", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
