@@ -198,7 +198,10 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
 
     def read(row: Row) -> Example:
         asserts = _asserts(row)
-        tests: dict[str, Any] = {"asserts": asserts, "setup": row.value("setup") or ""}
+        if not isinstance(imports := row.value("imports") or [], list):
+            raise row.error(f"has no list of imports in its field {row.columns['imports']!r}")
+        setup = "\n".join([*imports, row.value("setup") or ""]).strip("\n")
+        tests: dict[str, Any] = {"asserts": asserts, "setup": setup}
         reference = row.text("reference") if row.value("reference") else ""
         try:
             names = names_under_test(reference, asserts)
@@ -216,6 +219,7 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
             {
                 "prompt": Column(("text", "prompt")),
                 "tests": Column(("test_list",)),
+                "imports": Column(("test_imports",), required=False),  # of the sanitized configuration
                 "setup": Column(("test_setup_code",), required=False),
                 "reference": Column(("code",), required=False),
             },

@@ -72,6 +72,13 @@ def test_mbpp_rewards_all_tests_or_their_fraction(mbpp):
     assert task.reward_funcs[0].__name__ == "success"
 
 
+def test_mbpp_of_the_sanitized_configuration_has_its_imports(mbpp):
+    fields = {"test_imports": ["import math"], "test_list": ["assert math.isclose(add_2(1), 3)"]}
+    task = mbpp(1, mbpp_row(2, **fields), eval_size=1)
+    assert json.loads(task.eval_dataset[0]["tests"])["setup"] == "import math"
+    assert scores(task, [mbpp_row(2)["code"]], task.eval_dataset)[0] == [1.0]
+
+
 @pytest.mark.parametrize(
     ("ids", "sizes"),
     [

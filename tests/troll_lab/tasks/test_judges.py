@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +151,28 @@ def test_text_is_compared_without_the_verifier(name: str) -> None:
         others = {filled(template, answer) for template in WRONG} | {*HOSTILE, answer.swapcase(), f"0{answer}"}
         for wrong in others - {answer}:
             assert not is_correct(None, wrong, question), wrong[:40]
+
+
+def test_every_process_draws_the_same_questions() -> None:
+    """Python's order of sets of texts differs between processes."""
+    script = f"""
+import hashlib, json, sys
+from reasoning_gym.factory import create_dataset
+quick = {QUICK!r}
+for name in {BY_VERIFIER + BY_TEXT!r}:
+    entries = [entry["question"] for entry in create_dataset(name, seed=3, size=4, **quick.get(name, {{}}))]
+    print(name, hashlib.sha256(json.dumps(entries).encode()).hexdigest())
+"""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    ]
+    assert len(found[0]) > 60 and found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", REFUSED)
