@@ -184,18 +184,24 @@ class _Comparison:
     def _is_same_equation(self, gold: sympy.Eq, answer: sympy.Eq) -> bool | None:
         """Whether one equation is the other times a number; None if their solutions have to be compared.
 
-        math-verify takes equations without real solutions for equal.
+        math-verify takes equations without real solutions for equal, and a derivative of a symbol for 0. With a sum, a
+        limit or an integral, the sides are compared: it would evaluate them, and an identity would be `0 = 0`.
         """
         sides = (*gold.args, *answer.args)
-        if not all(isinstance(side, sympy.Expr) and not side.has(*_UNEVALUATED) for side in sides):
+        if not all(isinstance(side, sympy.Expr) for side in sides):
             return None
-        one, other = (self._named(side.lhs - side.rhs) for side in (gold, answer))
+        if any(side.has(*_BINDING) for side in sides):
+            orders = (answer.args, answer.args[::-1])
+            return any(all(map(self._is_same, gold.args, order)) for order in orders)
+        one, other = (self._evaluable(self._named(side.lhs - side.rhs)) for side in (gold, answer))
         point = next(self._points(sorted(one.free_symbols | other.free_symbols, key=str), 1))
         scales = one.xreplace(point), other.xreplace(point)
         if not any(self._is_same_exactly(scale, sympy.S.Zero) for scale in scales) and self._is_same_exactly(
             one * scales[1], other * scales[0]
         ):
             return True
+        if any(side.has(sympy.Derivative) for side in sides):
+            return False
         return None if sympy.solve(one, one.free_symbols) else False
 
     def _named(self, value: Any) -> Any:
@@ -229,7 +235,9 @@ class _Comparison:
             return bool(sides[0] == sides[1])
         symbols = sorted(sides[0].free_symbols | sides[1].free_symbols, key=str)
         is_compared = False
-        for point in self._points(symbols, 60 if any(map(_has_pieces, sides)) else 6):
+        pieces = any(map(_has_pieces, sides))
+        largest = max((abs(number) for side in sides for number in side.atoms(sympy.Rational)), default=0)
+        for point in self._points(symbols, 60 if pieces else 6, beyond=largest if pieces else 0):
             at_point = [side.xreplace(point) for side in sides]
             digits = _DIGITS + 2 * max(map(_size, at_point)) // 3
             if digits > _MOST_DIGITS:
@@ -253,14 +261,19 @@ class _Comparison:
         )
         return side.doit()
 
-    def _points(self, symbols: Sequence[sympy.Symbol], count: int) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
-        """Random points: with positive coordinates only, with negative ones, and with those of any sign."""
+    def _points(
+        self, symbols: Sequence[sympy.Symbol], count: int, beyond: Any = 0
+    ) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
+        """Random points: with positive coordinates only, with negative ones, and with those of any sign.
+
+        Coordinates are from a fifth to three times 1, 10, 100, 1000 or, if it is larger, `beyond`.
+        """
         random = Random(0)
+        scales = [1, 10, 100, 1000, *([beyond] if beyond > 1000 else [])]
         for number in range(count if symbols else 1):
             signs = [(1, -1, random.choice((1, -1)))[0 if self._positive else number % 3] for _ in symbols]
-            numbers = [
-                sign * sympy.Rational(random.randint(200, 3000) * 10 ** (number // 6 % 4), 1009) for sign in signs
-            ]
+            scale = scales[number // 6 % len(scales)]
+            numbers = [sign * scale * sympy.Rational(random.randint(200, 3000), 1009) for sign in signs]
             yield dict(zip(symbols, numbers, strict=True))
 
 

@@ -40,6 +40,13 @@ _DIVIDED = re.compile(r" */| *\\div(?![A-Za-z])")
 _PART_OF_PI = re.compile(r"[\d. ]*\\pi *", re.ASCII)
 # What ends the argument of a function, in addition to a product, a quotient, another function and a closing bracket.
 _END = re.compile(r" *(?:[-+=<>,;:&|]|\\(?:pm|mp|le|ge|neq|approx|in|to|cup|cap|lor|land|text|%|\\)(?![A-Za-z]))")
+_SCRIPT = re.compile(r" *[\^_] *\{[^{}]*\}")
+_GROUP = re.compile(r"\{[^{}]*\}")
+# Between two equal signs: the end of one statement and the name of the next, as in `x = 17 x = 18`.
+_ANOTHER = re.compile(
+    r"[\d)\]] +\\?[A-Za-z]+(?:_\w)? *$|\\\\|;"
+    r"|\\(?:Long|long)?(?:[lL]eft)?[rR]ightarrow|\\(?:implies|iff|therefore|to)(?![A-Za-z])"
+)
 
 
 def parse(text: str) -> Any:
@@ -48,6 +55,11 @@ def parse(text: str) -> Any:
     Raises:
         Exception: Of many types, if it cannot be read, or can be read in several ways.
     """
+    flat = text
+    while _GROUP.search(flat):  # an equal sign in a sum's limits is none of a chain
+        flat = _GROUP.sub("0", _SCRIPT.sub("", flat))
+    if any(map(_ANOTHER.search, flat.split("=")[1:-1])):
+        raise ValueError(f"{text!r} has several statements")
     try:
         if _POWER_OF_POWER.search(text):
             raise ValueError(f"{text!r} has a power of a power")

@@ -62,12 +62,12 @@ _PRIMES = re.compile(r"(?<=[A-Za-z)\]}])'+(?!s)")
 _POINT = re.compile(r"(?<=\d)\.(?=\s*[/*)+-])", re.ASCII)  # of 1./3, which math-verify does not read
 _NUMBER_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\S)")
 _WORDS = re.compile(r"\\text\{([^{}]*)\}")
-_MULTIPLIER = re.compile(r"\\text\{ *(?:k|bn|mn) *\}$")
+_MULTIPLIER = re.compile(r"\\text\{ *(?:k|bn|mn|mil) *\}$")
 _ALTERNATIVE = re.compile(r"\b(?:and|or|nor|not)\b", re.IGNORECASE)
 # Not before a hyphen, as in `two-liter bottles`; `thirds`, but `third graders`; `squared`, but `cm squared`.
 _ARITHMETIC = re.compile(
     r"\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|dozen)s?|lakh|crore|twice|halves"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|dozen|lakh|crore)s?|twice|halves"
     r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth)s"
     r"|tens|gross|doubled|tripled|powers?|plus|minus|divided|multiplied)\b(?!-)|^\W*(?:half|squared|cubed|factorial)\b",
     re.IGNORECASE,

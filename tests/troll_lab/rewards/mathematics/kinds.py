@@ -211,6 +211,8 @@ RIGHT = {
     r"\langle 1, 2\rangle": (r"\left\langle 1, \frac42\right\rangle", "(1, 2)"), "44": ("44 Dollars",),
     r"\frac{dy}{dx} = 2x": (r"\frac{dy}{dx} = 2 \cdot x", r"\frac{dy}{dx} - 2x = 0"),
     r"\lim_{x\to0} f(x) = 2a": (r"2a = \lim_{x\to0} f(x)",),
+    r"\frac{d x}{d t}=k x-a": (r"kx-a=\frac{dx}{dt}", r"2\frac{dx}{dt}=2kx-2a", r"\frac{dx}{dt}-kx+a=0"),
+    r"\sum_{k=1}^n k=\frac{n(n+1)}2": (r"\frac{n^2+n}{2}=\sum_{k=1}^n k",),
     "x^2-25=0": ("2x^2-50=0", "x^2=25", "25-x^2=0"), "x^{2}-2 x+10=0": ("2x^2-4x+20=0", "x^2=2x-10"),
     r"\frac{18}{35}": (r"\frac{\binom{4}{2}\binom{3}{1}}{\binom{7}{3}}",), "30": (r"3\binom{5}{2}", r"\binom{5}{2} 3"),
     r"\frac{5}{16}": (r"\binom{5}{2}\frac{1}{32}", r"\binom{5}{3}\left(\frac12\right)^5"),
@@ -225,7 +227,8 @@ WRONG = {
         "17, 18", "18; 20", "18 or 20", r"18 \text{ or } 20", r"\pm 18", r"18 \pm 2", r"x \in \{17, 18\}",
         "x=17, x=18", "x=17, 18", "(17, 18)", "[18, 20]", "18, 20", r"18\text{ or 20}", r"18 \text{ (or maybe 20)}",
         r"18 \text{ or twenty}", r"\boxed{17} 18", r"18 \boxed{17}", r"20} or \boxed{18", "18} 20", r"\fbox{18} 20",
-        "17 = 18", "x = 17 = 18", "18 = 20", r"18 \approx 20", "18 ≈ 20", "18 ~= 20", "17 1", "10 8", r"10\,8",
+        "17 = 18", "x = 17 = 18", "18 = 20", r"x=17 \quad x=18 \quad x=18", r"x=17 \Rightarrow x=17 \Rightarrow x=18",
+        r"a = 1 \\ b = 2 \\ c = 18", "a = 17 b = 18", r"18 \approx 20", "18 ≈ 20", "18 ~= 20", "17 1", "10 8", r"10\,8",
         "10(8)", "(10)8", "{10}{8}", r"10\quad 8", r"10^\circ 8", r"18 \text{ hours} 20 \text{ minutes}", "18:20",
         "18 to 20", "18-20", "18...20", "18/20", "not 18", r"\text{not } 18", "18 is wrong, 20",
         r"18 \text{ is wrong, } 20", "~18?", r"\text{18 or 20}", "the answer is 18 or not", r"\neg 18", r"17 \to 18",
@@ -338,6 +341,12 @@ WRONG = {
     "e^{e^{10}}+1": ("e^{e^{10}}",), r"\sin 1^\circ": (r"\sin 1",), r"\cos 20^\circ": (r"\cos 20",), "0.5": ("x^0.5",),
     "0.25x": ("x^1.25",), "2:3:5": ("2:5:3", "2/15"), "a:b:c": ("a:c:b",), r"\lambda": (r"\Lambda",),
     r"\sigma": (r"\Sigma",), "10": ("10*", "10/"), r"\frac78": (r"\frac78 \cdot",), "10 m": ("10",),
+    r"\frac{d x}{d t}=k x-a": ("0=kx-a", "kx=a", r"-\frac{dx}{dt}=kx-a", r"\frac{dt}{dx}=kx-a"),
+    r"m \frac{d v}{d t}+b v=f": ("bv=f", r"-m\frac{dv}{dt}+bv=f"), r"\frac{dy}{dx}=2x": (r"\frac{dy}{dx}=3x", "0=2x"),
+    r"\frac{dV}{dt}=4\pi r^2\frac{dr}{dt}": ("1=1", "x=x", r"\frac{dV}{dt}=2\pi r\frac{dr}{dt}"),
+    r"\sum_{k=1}^n k=\frac{n(n+1)}2": ("0=0", r"\sum_{k=1}^n k^2=\frac{n(n+1)(2n+1)}6"),
+    r"\lim_{x\to0}\frac{\sin x}{x}=1": ("0=0",), "|x-10000|": ("10000-x",), r"\max(x,5000)": ("5000",),
+    "907": ("907 lakhs", "907 crores", r"907\text{ mil}"),
 }  # fmt: skip
 
 #: What math-verify's parser would misread.
