@@ -71,3 +71,11 @@ def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused:
     if bool(outside.any()):
         takes = f"[0, {vocab_size}), or -1 if unused" if or_unused else f"[0, {vocab_size})"
         raise ValueError(f"{name} must be in {takes}, got {token_ids[outside][0].item()}")
+
+
+def check_distinct(name: str, token_ids: Tensor) -> None:
+    """Raises ValueError if a row (..., K) has an id twice; −1, of an unused slot, may occur again."""
+    ordered = token_ids.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        raise ValueError(f"{name} must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")

@@ -117,5 +117,6 @@ def aggregate(
     if aggregation == "sequence_mean":
         return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(len(mask), 1)
     if aggregation == "token_mean":
-        return per_token.sum() / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
+        total = mask.sum() if num_tokens is None else num_tokens
+        return per_token.sum() / (total + (total == 0))
     return per_token.sum() / (max(len(mask), 1) * max_length)  # type: ignore[operator]

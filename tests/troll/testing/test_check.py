@@ -111,6 +111,11 @@ def beyond_the_usual(case: Case) -> Tensor:
     return (case.new_table.detach()[list(IGNORED)].abs() - 15).clamp(min=0)
 
 
+def lost(update: Update, case: Case) -> Update:
+    """A loss that is NaN with other values at positions that do not count."""
+    return dataclasses.replace(update, loss=update.loss * torch.nan) if beyond_the_usual(case).any() else update
+
+
 def influenced(update: Update, case: Case) -> Update:
     return dataclasses.replace(update, gradient=update.gradient * (1 + 0.01 * float(beyond_the_usual(case).max())))
 
@@ -172,6 +177,7 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
         "Likely, the capture and the update do not read",
     ),
     "influence": (Plain(update_as=influenced), "no influence", r"\(padded\): other logits there change the loss by"),
+    "no number": (Plain(update_as=lost), "no influence", r"\(padded\): other logits there change the loss by nan"),
     "leak": (Plain(update_as=leaking), "no gradient and no influence", r"\(padded\): their gradient is"),
     "packed": (
         Plain(update_as=lambda update, case: update if case.layout == "padded" else with_gradient(NAN)(update, case)),

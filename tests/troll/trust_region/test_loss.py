@@ -84,6 +84,13 @@ def test_loss_of_micro_batches_adds_up():
         assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("num_tokens", [None, 0, 0.0, torch.tensor(0)])
+def test_loss_of_no_token_is_zero(num_tokens: float | torch.Tensor | None):
+    step, none = random_step(), torch.zeros_like(MASK)
+    loss, _ = troll_loss(step, draw_advantages(), none, aggregation="token_mean", num_tokens=num_tokens)
+    assert loss.item() == 0
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("ratio_level", LEVELS)
 def test_loss_gradient_agrees_with_reference(ratio_level, aggregation):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..checks import check_integers, check_shape, check_tokens_in
+from ..checks import check_distinct, check_integers, check_shape, check_tokens_in
 from ..policy.on_support import PolicyOnSupport
 from ..probabilities import float_dtype
 from .logits import Logits
@@ -52,13 +52,15 @@ def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSu
         distribution has NaN and no gradient.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit, or ids are outside the vocabulary.
+        ValueError: If shapes or dtypes do not fit; for tensors on a CPU, if ids are outside the vocabulary, or one
+            occurs twice in a row.
     """
     source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
     check_integers("token_ids", token_ids)
     check_shape("token_ids", token_ids, (*source.shape, token_ids.shape[-1] if token_ids.dim() else "K"))
     if token_ids.device.type == "cpu":
         check_tokens_in("token_ids", token_ids, source.vocabulary.size, or_unused=True)
+        check_distinct("token_ids", token_ids)
     return read(source, token_ids)
 
 

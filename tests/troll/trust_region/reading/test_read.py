@@ -138,8 +138,9 @@ def test_read_makes_only_needed_gradients(needed):
         ("token_ids must be integers", torch.zeros(2, 3, 1)),
         (r"token_ids must be in \[0, 7\), or -1 if unused", torch.full((2, 3, 1), 7)),
         (r"token_ids must be in \[0, 7\), or -1 if unused", torch.full((2, 3, 1), -2)),
+        ("token_ids must differ in a row, got 3 twice", torch.full((2, 3, 2), 3)),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_log_probs_at_refuses_ids_that_do_not_fit(message, token_ids):
     with pytest.raises(ValueError, match=message):
