@@ -75,16 +75,15 @@ class GVisor(Launcher):
         for name in ("dev", "input", "proc", "sys", "tmp"):
             (self._root / name).mkdir()
         # In place of gVisor's own /proc, which has the pipes of the process that reports on the program: /dev/stdin.
-        of_stdin = self._folder / "proc" / "self" / "fd" / "0"
-        of_stdin.parent.mkdir(parents=True)
-        of_stdin.symlink_to("/input/input")
+        proc = self._folder / "proc"
+        (proc / "self" / "fd").mkdir(parents=True)
+        (proc / "self" / "fd" / "0").symlink_to("/input/input")
         for link, target in seen.links.items():
             (self._root / link.relative_to("/")).symlink_to(target)
-        hidden = self._folder / "proc"
-        for folder in (self._root, *self._root.rglob("*"), hidden, *hidden.rglob("*")):
+        for folder in (self._root, *self._root.rglob("*"), proc, *proc.rglob("*")):
             if not folder.is_symlink():
                 folder.chmod(0o755)  # so that nobody can read it under any umask
-        mounts = [_mount("bind", place, "ro", source=path) for place, path in {**shown, "/proc": hidden}.items()]
+        mounts = [_mount("bind", place, "ro", source=path) for place, path in {**shown, "/proc": proc}.items()]
         return [*mounts, *(_mount("tmpfs", str(path), "ro", "mode=555") for path in seen.hidden)]
 
     def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:

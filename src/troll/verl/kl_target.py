@@ -92,9 +92,6 @@ class KLTargetScheduler:
         )
         # The batches of the current rollout that are done, and the updates on it. Checkpoints lie between rollouts.
         self._batches = self._age = 0
-        # The updates on the last rollout. An agent loop may make several rows of a sample, and so more updates than the
-        # configuration says.
-        self._updates = settings.updates_per_rollout
         self._used = self._write()
 
     @property
@@ -144,8 +141,9 @@ class KLTargetScheduler:
         self._write()  # for the next update; `get_last_lr` stays that of the last one
         self._batches = (self._batches + 1) % self._batches_per_rollout
         if self._batches == 0:
+            # An agent loop may make several rows of a sample, and so more updates than the configuration says.
             if self._age > 1:
-                self._expect(self._age)
+                self._target.expect(self._age)
             self._age = 0
 
     def get_last_lr(self) -> list[float]:
@@ -154,7 +152,8 @@ class KLTargetScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of verl's scheduler, with ours in it."""
-        return {**self.scheduler.state_dict(), STATE: {"updates": self._updates, **self._target.state_dict()}}
+        own = {"updates": self._target.last_age + 1, **self._target.state_dict()}
+        return {**self.scheduler.state_dict(), STATE: own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over the state of a checkpoint; without ours in it, the search begins."""
@@ -163,13 +162,9 @@ class KLTargetScheduler:
         self.scheduler.load_state_dict(schedule)
         if own is not None:
             found = dict(own)
-            self._expect(found.pop("updates"))
+            self._target.expect(found.pop("updates"))
             self._target.load_state_dict(found)
         self._used = self._write()
-
-    def _expect(self, updates: int) -> None:
-        self._updates = updates
-        self._target.expect(updates)
 
     def _write(self) -> list[float]:
         """Writes the rates into the optimiser, and returns them."""

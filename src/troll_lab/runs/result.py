@@ -84,7 +84,7 @@ class RunResult:
         first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
         before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
         logged = [logs for logs in state.log_history if "step_time" in logs]
-        passes = state.global_step * training.gradient_accumulation_steps
+        passes, read = state.global_step * training.gradient_accumulation_steps, settings_read(training)
         return {
             "status": self._status,
             "recipe": recipe.name,
@@ -92,10 +92,10 @@ class RunResult:
             "task_about": about(recipe.task.task),
             "model": recipe.model.model_name_or_path,
             "surrogate": training.surrogate,
-            "surrogate_settings": settings_read(training),
+            "surrogate_settings": read,
             "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
             "advantage_estimator": training.advantage_estimator,
-            "kl_bound": settings_read(training).get("kl_bound"),
+            "kl_bound": read.get("kl_bound"),
             "steps": state.global_step,
             "rollouts": -(-passes // training.rollout_steps),
             "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,

@@ -156,13 +156,14 @@ class RunFiles(TrainerCallback):
         From here on, the settings of a resumed run are the new ones, and its former results no longer are its own.
         """
         if state.is_world_process_zero:
-            folder = self.path.parent
-            recipes.save(self.recipe, folder / recipes.CONFIG_FILE)
-            if (summary := folder / "summary.json").is_file():
+            folder, resumed = self.path.parent, state.global_step > 0
+            if resumed:
+                recipes.save(self.recipe, folder / recipes.CONFIG_FILE)
+            if resumed and (summary := folder / "summary.json").is_file():
                 write_atomically(summary, json_text({**read_json(summary), "status": "unfinished"}, indent=2))
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
-            resumed = state.global_step > 0 and self.answers.is_file()
-            kept = [row for row in read_metrics(self.answers) if row["step"] <= state.global_step] if resumed else []
+            known = read_metrics(self.answers) if resumed and self.answers.is_file() else []
+            kept = [row for row in known if row["step"] <= state.global_step]
             write_atomically(self.answers, "".join(map(_line, kept)))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

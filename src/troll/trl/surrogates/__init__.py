@@ -156,4 +156,4 @@ def settings_read(args: Any) -> dict[str, Any]:
             raise ValueError(f"fields of surrogate {args.surrogate!r} must be settings, got {name!r}{hint}")
     own = {f"surrogate_kwargs.{name}": value for name, value in vars(args.own_settings).items()}
     measuring = MEASURING if args.reads_policies else ()
-    return {name: getattr(args, name) for name in dict.fromkeys((*surrogate.fields, *measuring))} | own
+    return {name: getattr(args, name) for name in (*surrogate.fields, *measuring)} | own

@@ -235,9 +235,11 @@ class _Comparison:
             return bool(sides[0] == sides[1])
         symbols = sorted(sides[0].free_symbols | sides[1].free_symbols, key=str)
         is_compared = False
-        pieces = any(map(_has_pieces, sides))
-        largest = max((abs(number) for side in sides for number in side.atoms(sympy.Rational)), default=0)
-        for point in self._points(symbols, 60 if pieces else 6, beyond=largest if pieces else 0):
+        count, largest = 6, 0
+        if any(map(_has_pieces, sides)):
+            count = 60
+            largest = max((abs(number) for side in sides for number in side.atoms(sympy.Rational)), default=0)
+        for point in self._points(symbols, count, beyond=largest):
             at_point = [side.xreplace(point) for side in sides]
             digits = _DIGITS + 2 * max(map(_size, at_point)) // 3
             if digits > _MOST_DIGITS:
