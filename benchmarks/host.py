@@ -2,7 +2,7 @@
 
 With few tokens or a narrow model a GPU waits for the host, which takes some microseconds for each launch, however small
 it is. One rollout with four updates of `TrollTrainer` and of `GRPOTrainer` is counted, as in `step`, with Triton's
-kernels in their interpreter. Launches within the model are the same on both sides, and left out; so are views.
+kernels and TRL's in the interpreter. Launches within the model are the same on both sides, and left out; so are views.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Launches(TorchDispatchMode):
 
 def launches(trainer: str) -> dict[str, int]:
     """The launches of a rollout's scoring and updates, by file."""
+    import trl.kernels.chunked_logprob
+    import trl.trainer.utils
     from triton.runtime.interpreter import GridExecutor
 
     from benchmarks import step
@@ -73,6 +75,8 @@ def launches(trainer: str) -> dict[str, int]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(step, "VOCABULARY", VOCABULARY))
+        for module in (trl.kernels.chunked_logprob, trl.trainer.utils):  # on a CPU, TRL's head has no kernels
+            stack.enter_context(mock.patch.object(module, "_use_triton", lambda device: True))
         made = step._trainer(trainer, "cpu", **CASE)
         stack.enter_context(mock.patch.object(GridExecutor, "__call__", counting_run))
         stack.enter_context(counted)

@@ -199,9 +199,11 @@ def compare(
         # A repeated call of `train` starts with the weights of the last one.
         trainers = {each: _trainer(each, device, **case) for each in names}
         taken = measure.seconds({each: trainer.train for each, trainer in trainers.items()}, repeats, device)
-        peaks = measure.peak_memory(contenders, case, list(trainers), device)
-        rows = measure.show(f"training: {name}, {UPDATES} updates and their capture", taken, peaks)
         logged = [entry for entry in trainers[TROLL].state.log_history if PROJECTED in entry][-1]
+        compared = list(trainers)
+        trainers.clear()  # on a GPU, their memory would count too
+        peaks = measure.peak_memory(contenders, case, compared, device)
+        rows = measure.show(f"training: {name}, {UPDATES} updates and their capture", taken, peaks)
         Console().print(f"projected in the last rollout: {logged[PROJECTED]:.1%} of the tokens")
         results += [{"case": name, **case, **row, "projected": logged[PROJECTED]} for row in rows]
     return results

@@ -68,13 +68,16 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="updates on a rollout, at least 2")
     parser.add_argument("--kl_bound", type=float, default=0.05, help="how far a token's policy may move, in nats")
     parser.add_argument("--kl_target", type=float, default=0.03, help="how far the network should move, on average")
-    parser.add_argument("--learning_rate", type=float, default=1e-2, help="the search for it begins at a hundredth")
+    parser.add_argument(
+        "--learning_rate", type=float, help="where the search begins, at a hundredth: 1e-2, or 1e-5 with --model"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_new_tokens", type=int, default=LONGEST + 1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if (options.model is None) != (options.data is None):
         parser.error("--model and --data go together")
+    first_rate = options.learning_rate or (1e-2 if options.model is None else 1e-5)
     random.seed(options.seed)
     torch.manual_seed(options.seed)
 
@@ -111,7 +114,7 @@ def main() -> None:
 
     # The target sets the rate of every update.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
-    target = troll.KLTarget(options.kl_target, updates_per_rollout=options.updates, learning_rate=options.learning_rate)
+    target = troll.KLTarget(options.kl_target, updates_per_rollout=options.updates, learning_rate=first_rate)
     print("         reward  all right  KL, last update  wanted  projected: tokens  largest KL  rate     a completion")
     for rollout in range(options.rollouts):
         # Sampling: a group of completions for each prompt. Prompts are padded on the left, completions on the right.

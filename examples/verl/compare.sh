@@ -4,7 +4,7 @@
 #
 #   bash examples/verl/compare.sh                          # six runs of 100 steps
 #   RUNS="troll troll:0.03" bash examples/verl/compare.sh  # a method, or a method and its KL target
-#   bash examples/verl/compare.sh --cfg job                # a trial: prints the configurations and trains nothing
+#   bash examples/verl/compare.sh --cfg job                # a trial: prints the configurations; needs the data
 #
 # Everything else is as in dapo-qwen3-4b.sh, which makes the runs, in the environment and at the end of the command line.
 # The same command resumes. A run that fails does not stop the others.

@@ -69,12 +69,13 @@ def covariance_kl_full(new: Tensor, old: Tensor) -> Tensor:
     """KL(N(0, LLᵀ) ‖ N(0, L₀L₀ᵀ)), (...), from factors (..., d, d)."""
     growth = torch.linalg.solve_triangular(old, new - old, upper=False)  # X − I
     below = growth.tril(-1).square().sum((-2, -1))
-    return 0.5 * (below + _excess_of_growth(growth.diagonal(dim1=-2, dim2=-1)))
+    ratio = new.diagonal(dim1=-2, dim2=-1) / old.diagonal(dim1=-2, dim2=-1)
+    return 0.5 * (below + _excess_of_growth(growth.diagonal(dim1=-2, dim2=-1), ratio))
 
 
 def covariance_kl_diagonal(new: Tensor, old: Tensor) -> Tensor:
     """KL(N(0, diag σ²) ‖ N(0, diag σ₀²)), (...), from standard deviations (..., d)."""
-    return 0.5 * _excess_of_growth((new - old) / old)
+    return 0.5 * _excess_of_growth((new - old) / old, new / old)
 
 
 def whitened(delta: Tensor, factor: Tensor) -> Tensor:
@@ -95,5 +96,8 @@ def excess(y: Tensor) -> Tensor:
     return torch.where(near, 0.5 * small.square() * series, torch.expm1(y) - y)
 
 
-def _excess_of_growth(growth: Tensor) -> Tensor:
-    return excess(2 * torch.log1p(growth)).sum(-1)
+def _excess_of_growth(growth: Tensor, ratio: Tensor) -> Tensor:
+    """`Σ x² − 1 − log x²` of ratios x, precise where one is near 1, by x − 1, and where it is near 0."""
+    near_zero = growth < -0.5
+    log_ratio = torch.where(near_zero, ratio, 1.0).log() + torch.where(near_zero, 0.0, growth).log1p()
+    return excess(2 * log_ratio).sum(-1)

@@ -34,6 +34,9 @@ _TAKES_REQUESTS = "_takes_troll_readings"
 #: product, after its scale and after each part of a softcap.
 _CHECKED_ROUNDINGS = 4
 
+#: Models whose tokens see later ones; XLM's do not if it is configured as causal.
+_NOT_CAUSAL = {"cpmant", "xlm", "xlnet"}
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -172,11 +175,14 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`.
 
     Raises:
-        ValueError: If there is none, or it has no head.
+        ValueError: If there is none, it has no head, or it is not causal: an encoder-decoder, XLNet, XLM or CPM-Ant.
     """
     inner = unwrapped(model)
     if inner.get_output_embeddings() is None or inner.base_model is inner:
         raise ValueError(f"model must have a language-modelling head on a backbone, got {type(inner).__name__}")
+    config = inner.config
+    if config.is_encoder_decoder or (config.model_type in _NOT_CAUSAL and not getattr(config, "causal", False)):
+        raise ValueError(f"model must be causal, and {type(inner).__name__} also reads the tokens that it scores")
     return inner
 
 

@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 
 from troll.trust_region.reading.head import LMHead
 
+#: Gemma's name for the final softcap, RecurrentGemma's and xLSTM's.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
 
 @contextmanager
 def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_float32: bool) -> Iterator[LMHead]:
@@ -38,6 +41,8 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
     autocast: AbstractContextManager[Any] = nullcontext()
     if in_float32:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+    elif not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(weight.dtype)  # Mamba's are float32 whatever its weights are
     with autocast, gathered(weight, bias):
         whole_bias = None if bias is None else _whole(bias)
         yield LMHead(hidden, _whole(weight), whole_bias, temperature, scale, softcap, gathered=gathered)
@@ -72,7 +77,8 @@ def refuse_head(head: Any) -> None:
 def scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]:
     """The scale of a model's logits and its final softcap, under all names that configurations have for them."""
     config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
+    caps = (getattr(config, name, None) for name in _SOFTCAPS)
+    softcap = next((cap for cap in caps if cap is not None), None)
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
         if (scale := getattr(config, name, None)) is not None:
             return float(scale), softcap

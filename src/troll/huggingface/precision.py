@@ -26,7 +26,7 @@ def unresolved_share(model: nn.Module, learning_rate: float) -> float:
             continue
         total += weights.numel()
         if weights.dtype in (torch.bfloat16, torch.float16):
-            sample = weights.flatten()[:: max(1, weights.numel() // 1024)]
+            sample = weights.flatten()[:: -(-weights.numel() // 1024)]
             largest = learning_rate * 2**1.5 / torch.finfo(weights.dtype).eps
             # Stays on the device: the number is read once, at the end.
             stays = stays.to(sample.device) + (sample.abs().float() > largest).float().mean() * weights.numel()

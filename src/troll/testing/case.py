@@ -64,8 +64,8 @@ class Case:
         temperature: The sampling temperature, which has to divide the logits.
         kl_bound: ε in nats.
         regression_weight: α, the weight of the regression term.
-        top_k: K for the capture: the whole vocabulary.
-        mass_threshold: δ for the capture: 0.
+        top_k: K for the capture: the whole vocabulary, or part of it.
+        mass_threshold: δ for the capture.
     """
 
     samples: tuple[Sample, ...]
@@ -100,7 +100,10 @@ Adapter = Callable[[Case], Update]
 
 
 def make_case(layout: Layout, dtype: torch.dtype) -> Case:
-    """Four samples of different lengths, two of them with tokens that do not count; both sides of the bound."""
+    """Four samples of different lengths, two of them with tokens that do not count.
+
+    Tokens are on both sides of the bound, and some ratios are beyond any clip that trainers have.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(tokens: range) -> int:
@@ -123,4 +126,6 @@ def make_case(layout: Layout, dtype: torch.dtype) -> Case:
     # Every third row moves little: its tokens stay within the bound.
     moved = torch.where(torch.arange(VOCAB_SIZE) % 3 == 0, 0.1, 0.5).unsqueeze(-1)
     new = old + moved * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    for sample in samples[2:]:  # the last token, which counts, with advantages of both signs
+        new[sample.token_ids[-2], sample.token_ids[-1]] += 3.0
     return Case(tuple(samples), old.to(dtype), new.to(dtype), layout, (tuple(range(len(samples))),))

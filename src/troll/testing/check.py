@@ -13,7 +13,8 @@ from troll import troll_loss
 from troll.testing.case import COUNTED, METRICS, UNREACHABLE, VOCAB_SIZE, Adapter, Case, Layout, Update, make_case
 from troll.testing.reference import SOLVER, Expected, errors_of, mistakes, reference, tolerance_of
 
-_MICRO_BATCHES = ((2, 0), (3, 1))
+#: K and δ of a requirement: some tokens reach one of them first, and some the other.
+_TOP_K, _MASS_THRESHOLD = 8, 0.1
 
 
 def check_adapter(
@@ -22,6 +23,7 @@ def check_adapter(
     aggregation: Literal["sequence_mean", "token_mean", "fixed_length"] = "sequence_mean",
     max_length: int | None = None,
     layouts: Sequence[Layout] = get_args(Layout),
+    micro_batches: Sequence[Sequence[int]] = ((2, 0, 3), (1,)),
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Checks that an adapter meets the requirements of docs/hosts.md, in every layout that it has.
@@ -30,7 +32,8 @@ def check_adapter(
     - A bound that no token reaches gives the policy gradient with the importance ratio, without a clip.
     - With zero advantages, only the regression is left, with its weight, aggregated like the policy term.
     - A bound that tokens exceed gives the loss and the gradient of the dense projection, computed in float64.
-    - Two micro-batches, in another order than the rollout's, give the result of one.
+    - The old policy has the case's K and δ.
+    - Several micro-batches, in another order than the rollout's, give the result of one.
     - Tokens that do not count have no gradient and no influence.
     - The metrics are those of the tokens that count.
 
@@ -42,26 +45,34 @@ def check_adapter(
         aggregation: How the trainer aggregates tokens, as in [troll_loss][troll.troll_loss].
         max_length: Tokens per sequence to divide by, for "fixed_length" only.
         layouts: The layouts that the trainer has.
+        micro_batches: The four samples in micro-batches, by number. Give ((2, 0), (3, 1)) if the trainer's always have
+            one size; those of different sizes find more.
         dtype: The dtype of the tables and of the adapter's arithmetic: float32 or float64.
 
     Raises:
         AssertionError: Names the requirement that is not met, what was found, and the likely mistake.
-        ValueError: If the dtype is another one, or a layout is missing or unknown.
+        ValueError: If the dtype is another one, a layout is missing or unknown, or the micro-batches are not those of
+            four samples.
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}: run the adapter in full precision")
     if not layouts or not set(layouts) <= set(get_args(Layout)):
         raise ValueError(f"layouts must be some of {', '.join(get_args(Layout))}, got {list(layouts)}")
+    parts = tuple(tuple(numbers) for numbers in micro_batches)
+    if sorted(number for numbers in parts for number in numbers) != [0, 1, 2, 3] or len(parts) < 2 or () in parts:
+        raise ValueError(
+            f"micro_batches must have each of the samples 0 to 3 once, in at least two, got {micro_batches}"
+        )
     normalisation = {"aggregation": aggregation, "max_length": max_length}
     for layout in layouts:
         case = make_case(layout, dtype)
-        for requirement, special, hint in _requirements(case):
+        for requirement, special, hint in _requirements(case, parts):
             _check_update(adapter, requirement, special, hint, normalisation)
         _check_ignored(adapter, case)
-        _check_metrics(adapter, dataclasses.replace(case, micro_batches=_MICRO_BATCHES), normalisation)
+        _check_metrics(adapter, dataclasses.replace(case, micro_batches=parts), normalisation)
 
 
-def _requirements(case: Case) -> Iterator[tuple[str, Case, str]]:
+def _requirements(case: Case, micro_batches: tuple[tuple[int, ...], ...]) -> Iterator[tuple[str, Case, str]]:
     """The requirements: a name, a case, and the likely mistake of an adapter that fails."""
     yield (
         "equal policies give the plain policy gradient",
@@ -84,8 +95,13 @@ def _requirements(case: Case) -> Iterator[tuple[str, Case, str]]:
         "the old policy is not that of the same token, or the gradient does not pass through the step",
     )
     yield (
-        "two micro-batches give what one gives",
-        dataclasses.replace(case, micro_batches=_MICRO_BATCHES),
+        "the old policy has the case's K and δ",
+        dataclasses.replace(case, top_k=_TOP_K, mass_threshold=_MASS_THRESHOLD),
+        "the capture has a K or δ of its own",
+    )
+    yield (
+        "several micro-batches give what one gives",
+        dataclasses.replace(case, micro_batches=micro_batches),
         "old policies are matched by position and not by sample, or a micro-batch is normalised by itself",
     )
 

@@ -118,6 +118,8 @@ def mistakes(case: Case, normalisation: Mapping[str, Any]) -> dict[str, Callable
         "the regression is not multiplied by its weight": with_case(regression_weight=1.0),
         "the old policy is captured from the network that is updated": with_case(old_table=case.new_table),
         "the clip is still on": with_option(clip=0.2),
+        "top_k is not that of the case": with_case(top_k=VOCAB_SIZE),
+        "mass_threshold is not that of the case": with_case(mass_threshold=0.0),
         "the temperature is applied in the update and not in the capture": with_option(old_temperature=1.0),
         "labels are not shifted: a position's logits are about the next token": with_option(shift=0),
         "tokens of the prompt count": with_option(prompts_count=True),

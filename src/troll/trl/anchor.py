@@ -302,8 +302,6 @@ def check_sampling(args: TrollConfig) -> None:
                 f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} changes the '
                 f"distribution: set {name}={neutral[-1]!r}"
             )
-    if "logprobs" in (args.generation_kwargs or {}):
-        raise ValueError('anchor="rollout" sets logprobs to support_top_k itself: leave it out of generation_kwargs')
 
 
 def check_engine(settings: dict[str, Any], number: int) -> None:

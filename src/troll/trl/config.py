@@ -13,7 +13,7 @@ from trl import GRPOConfig
 from troll.settings import check_number, described, parse
 from troll.trl.estimators import ESTIMATORS, check_estimator
 from troll.trl.kl_target import check_target
-from troll.trl.ranges import MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES
+from troll.trl.ranges import CHOICES, MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES
 from troll.trl.sampling import settle_fields
 from troll.trl.surrogates import SURROGATES, check_surrogate, settings_read
 from troll.trl.surrogates.trl_loss import settle_loss
@@ -164,19 +164,18 @@ class TrollConfig(GRPOConfig):
         self._check_generation()
         if self.kl_target is not None:
             check_target(self)
-        if self.anchor == "rollout":
-            self.vllm_importance_sampling_correction = False
 
     # Each setting by itself, before TRL computes with it
 
     def _check_values(self) -> None:
         check_surrogate(self.surrogate)
         check_estimator(self.advantage_estimator, laboratory=self.laboratory)
-        choices: dict[str, Collection[str]] = {
+        choices: dict[str, Collection[object]] = {
             "pull": PULLS,
             "constraint": CONSTRAINTS,
             "constraint_reduction": REDUCTIONS,
             "anchor": get_args(Anchor),
+            **CHOICES,
         }
         for name, known in choices.items():
             check_choice(name, getattr(self, name), known)
@@ -233,6 +232,11 @@ class TrollConfig(GRPOConfig):
                 f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
                 f"multi_objective_aggregation must be 'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
+        if self.advantage_estimator != "group" and self.scale_rewards != GRPOConfig.scale_rewards:
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} is a part of advantage_estimator 'group', and "
+                f"{self.advantage_estimator!r} has a scale of its own: leave it out"
+            )
         if not self.kl_in_reward:
             return
         if ESTIMATORS[self.advantage_estimator].of_sequences is None:  # no reward of a completion to subtract it from
@@ -265,11 +269,23 @@ class TrollConfig(GRPOConfig):
                 "top_k or min_p truncates: set updates_per_rollout to 2 or more, anchor='rollout', or "
                 "vllm_importance_sampling_correction=False"
             )
-        if self.use_transformers_continuous_batching and self.eval_strategy != "no":
+        if self.use_transformers_continuous_batching and (self.eval_strategy != "no" or self.eval_on_start):
             raise ValueError(
                 "use_transformers_continuous_batching leaves the model in training mode, and an evaluation would read "
-                "the rollout of the training: set eval_strategy='no' or use_vllm=True instead"
+                "the rollout of the training: set eval_strategy='no' and eval_on_start=False, or use_vllm=True instead"
             )
+        if self.neftune_noise_alpha and self.reads_policies:
+            raise ValueError(
+                "neftune_noise_alpha adds noise to every forward pass in training mode, by which the policy differs "
+                "between scoring and update, and the trust region would project it: leave it out"
+            )
+        if self.use_vllm and "logprobs" in (self.generation_kwargs or {}):
+            raise ValueError(
+                "with logprobs in generation_kwargs TRL takes the log-probability of the most likely token for that of "
+                "the sampled one: leave it out of generation_kwargs"
+            )
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise ValueError("loss_type 'dr_grpo' divides by max_completion_length, which must not be None")
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"
             raise ValueError(
@@ -313,7 +329,9 @@ class TrollConfig(GRPOConfig):
     @property
     def samples_as_trl(self) -> bool:
         """Whether sampling is left as TRL has it: with its clip and its ratio, which are not about the sampler."""
-        return SURROGATES[self.surrogate].clips and self.anchor == "old" and not self.truncated_ratio
+        surrogate = SURROGATES[self.surrogate]
+        clips_as_trl = surrogate.clips and surrogate.terms is None
+        return clips_as_trl and self.anchor == "old" and not self.truncated_ratio
 
     @property
     def truncation(self) -> Truncation | None:

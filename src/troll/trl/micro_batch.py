@@ -14,7 +14,7 @@ from torch import Tensor
 from troll.huggingface.policies import capture_tokens, read_tokens, scatter, spread, targets_of
 from troll.trl import seam
 from troll.trl.surrogates import ScoredTokens
-from troll.trl.surrogates.trl_loss import AGGREGATION
+from troll.trl.surrogates.trl_loss import AGGREGATION, LOSS_TYPES
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import aggregate
 from troll.trust_region.metrics import masked_total
@@ -45,8 +45,8 @@ class OldPolicy:
         self._wanted = False
         # The policies of a rollout, and the log-probabilities that TRL got with them.
         self._captured: tuple[list[PackedPolicy], Tensor] | None = None
-        # Sampled tokens that the kept sets lacked, and all, (2,).
-        self._added = torch.zeros(2)
+        # 1 where a token was not in its kept set, (b, T) of each chunk.
+        self._added: list[Tensor] = []
 
     def start(self) -> None:
         """Begins a rollout; drops one that an exception has interrupted."""
@@ -66,7 +66,7 @@ class OldPolicy:
         """
         self.expects_scoring = False
         policies: list[PackedPolicy] = []
-        self._added = torch.zeros(2, device=ids.device)
+        self._added = []
 
         # TRL calls this in place of the model, because TRL splits a batch and its images, in one of six ways, only
         # within its method, which needs nothing of a model but the log-probabilities that it returns.
@@ -84,7 +84,7 @@ class OldPolicy:
                 **inputs,
             )
             if added is not None:
-                self._added += masked_total(added.float(), torch.ones_like(added))
+                self._added.append(scatter(added.float(), scored))
             # Packed at once: padded, a token takes 12 bytes for each of K slots.
             policies.extend(spread(PackedPolicy.of(captured), scored).unbind())
             return seam.FusedCausalLMOutput(log_probs=scatter(captured.log_prob, scored))
@@ -114,7 +114,8 @@ class OldPolicy:
         if not self._wanted:
             return rolled_out
         if self._args.truncation is not None:
-            added, tokens = accelerator.reduce(self._added, reduction="sum").tolist()
+            counts = masked_total(torch.cat(self._added), seam.loss_mask(rolled_out).bool())
+            added, tokens = accelerator.reduce(counts, reduction="sum").tolist()
             seam.add_metrics(self._trainer, {"sampling/added_fraction": added / max(tokens, 1)})
         # At the end of the dictionary, since the first entry sets the batch size.
         return rolled_out | {OLD_POLICY: policies}
@@ -308,5 +309,10 @@ class SurrogateLoss:
             tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
             tokens = tokens * accumulated / trainer.args.steps_per_generation
             return aggregate(per_token, mask, "token_mean", num_tokens=tokens)
+        if trainer.loss_type not in AGGREGATION:
+            raise ValueError(
+                f"surrogate {trainer.args.surrogate!r} has a penalty, and sets loss_type {trainer.loss_type!r}, which "
+                f"cannot have one: it must be one of {', '.join(LOSS_TYPES)}"
+            )
         max_length = trainer.max_completion_length if trainer.loss_type == "dr_grpo" else None
         return aggregate(per_token, mask, AGGREGATION[trainer.loss_type], max_length) / accumulated

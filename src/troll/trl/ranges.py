@@ -71,6 +71,13 @@ NUMBERS_OF_SURROGATES: dict[str, str] = {
 }
 
 #: Fields of TRL that may be None with another default: from its annotations, since a parser changes the types of
-#: fields; and max_grad_norm, where transformers takes None too.
+#: fields.
 MAY_BE_NONE = {name for name, hint in get_type_hints(GRPOConfig).items() if type(None) in get_args(hint)}
-MAY_BE_NONE.add("max_grad_norm")
+
+#: The values of TRL's fields that TRL checks only after the first rollout.
+CHOICES: dict[str, tuple[object, ...]] = {
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}

@@ -132,6 +132,8 @@ class TrollTrainer(GRPOTrainer):
             self.epsilon_high = torch.inf
         if args.kl_in_reward:
             self.beta = 0.0  # or the parent would add the KL to the loss too
+        if args.anchor == "rollout":  # the ratio is to the engine already
+            self.vllm_importance_sampling_correction = False
 
         self.old_policy = self._make_old_policy()
         self._make_parts()
@@ -183,8 +185,11 @@ class TrollTrainer(GRPOTrainer):
         checks.refuse_columns(self, inputs[0])  # a stream's columns and prompts are known only now
         checks.refuse_token_ids(self, inputs)
         self.old_policy.start()
+        training = self.model.training
         rolled_out = self.old_policy.read(self._roll_out(inputs))
-        if not self.model.training:
+        if self.model.training and not training:  # which use_transformers_continuous_batching does
+            raise RuntimeError("generation left the model in training mode, so its evaluation would be a training step")
+        if not training:
             return rolled_out
         if self.args.kl_in_reward:
             rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)

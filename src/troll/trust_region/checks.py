@@ -11,10 +11,10 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def check_choice(name: str, value: object, known: Collection[str]) -> None:
+def check_choice(name: str, value: object, known: Collection[object]) -> None:
     """Raises ValueError unless a value is one of the known names."""
     if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 def check_integers(name: str, tensor: Tensor) -> None:

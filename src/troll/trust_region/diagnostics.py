@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_mask_fits, check_shape, expanded
+from .checks import check_mask_fits, check_shape
 from .constraint import Constraint
 from .dual import newton
 from .metrics import Tally
@@ -216,7 +216,7 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
 
     Args:
         log_ratio: `log p̃ − log p`, (...), of the network itself, not of its projection.
-        advantages: A, which broadcasts to (...): (B, 1) is one for each sequence.
+        advantages: A: (B,), one per sequence, or (...), as in [troll_loss][troll.troll_loss].
         mask: (...), true (or 1) where a token counts.
         clip: c > 0, the half-width of the clip's interval [1 − c, 1 + c].
 
@@ -232,7 +232,10 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
         raise ValueError(f"clip must be above 0, got {clip}")
     check_mask_fits(mask, log_ratio=log_ratio)
     counts = mask.bool() & log_ratio.isfinite()
-    advantages = expanded("advantages", advantages, mask.shape)[counts]
+    check_shape("advantages", advantages, mask.shape[:1], mask.shape)
+    if advantages.dim() < mask.dim():
+        advantages = advantages.unsqueeze(-1).expand(mask.shape)
+    advantages = advantages[counts]
     ratio = as_float(log_ratio)[counts].exp()
     cut = ((advantages > 0) & (ratio > 1 + clip)) | ((advantages < 0) & (ratio < 1 - clip))
     totals = _quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": _total(cut.to(ratio))}

@@ -46,7 +46,7 @@ class EpisodicConfig:
         max_grad_norm: The norm to which gradients are clipped. The pull grows with the square of the distance to the
             region, so without clipping one large step would lead to larger ones.
         hidden: Units in each of the two hidden layers of the networks.
-        eval_every: Iterations between evaluations, each of which also saves a checkpoint.
+        eval_every: Iterations between evaluations.
         eval_episodes: Number of episodes in an evaluation, always the same, with the mean movement. None is one of
             training: in Meta-World each has a task of its own that training never draws.
         num_envs: Number of environments that step together; divides `episodes` and `eval_episodes`.

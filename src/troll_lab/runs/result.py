@@ -60,7 +60,7 @@ class RunResult:
             return
         summary = self._summary()
         write_atomically(folder / "summary.json", json_text(summary, indent=2))
-        _write_verdicts(folder, trainer, run.task)
+        _write_verdicts(folder, trainer, run.task, summary["success_after_step"])
         run.trained_on.write(folder / "model")
         report = _write_report(folder)
         self.write_card()
@@ -82,6 +82,8 @@ class RunResult:
         recipe, training, state = self._run.recipe, self._run.recipe.training, self._run.trainer.state
         held_out = [logs for logs in state.log_history if "eval_reward" in logs]
         first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
+        if self._status == "finished" and training.load_best_model_at_end and state.best_model_checkpoint:
+            last = next(logs for logs in held_out if logs["step"] == state.best_global_step)  # its weights are saved
         before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
         logged = [logs for logs in state.log_history if "step_time" in logs]
         passes, read = state.global_step * training.gradient_accumulation_steps, settings_read(training)
@@ -118,17 +120,17 @@ class RunResult:
         }
 
 
-def _write_verdicts(folder: Path, trainer: LabTrainer, task: Task) -> None:
+def _write_verdicts(folder: Path, trainer: LabTrainer, task: Task, step: int | None) -> None:
     """Writes `verdicts.json`: the step of the last evaluation, and the row and success of each completion.
 
     Completions are in the order of the evaluation, which TRL shuffles. The success is null if the completion could not
     be judged. Nothing is written if the task does not define success, or this process did not complete its last
-    evaluation.
+    evaluation, or the saved weights are those of an earlier `step`.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
     successes = trainer.eval_metrics.successes[: len(task.eval_dataset) * samples]
-    if not steps or len(successes) < len(task.eval_dataset) * samples:
+    if not steps or steps[-1] != step or len(successes) < len(task.eval_dataset) * samples:
         return
     verdicts = {
         "step": steps[-1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,14 @@ class LabConfig(TrollConfig):
                 "evaluations of LabTrainer have no loss, which says nothing about answers: set metric_for_best_model "
                 "to another metric, such as 'pass@1' or 'reward'"
             )
+        samples = self.num_generations_eval or self.num_generations
+        sampled = {f"pass@{k}" for k in (1, samples)} | {f"mean@{samples}", f"maj@{samples}"}
+        metric = (self.metric_for_best_model or "").removeprefix("eval_")
+        if re.fullmatch(r"(pass|mean|maj)@\d+", metric) and metric not in sampled:
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model!r} is not measured with num_generations_eval="
+                f"{samples}: set it to one of {', '.join(sorted(sampled))}"
+            )
         if self.eval_temperature is not None and self.use_vllm and "temperature" in (self.generation_kwargs or {}):
             raise ValueError(
                 "the temperature of generation_kwargs would replace eval_temperature in vLLM: set temperature instead"
@@ -141,6 +150,11 @@ class LabConfig(TrollConfig):
         super()._check_generation()
         self._check_evaluation()
         _ = self.critic_settings  # finds wrong ones before training
+        if self.critic_kwargs and not (self.own_estimator and self.own_estimator.needs_critic):
+            raise ValueError(
+                f"critic_kwargs has no effect, as advantage_estimator {self.advantage_estimator!r} has no critic: "
+                "leave it out, or set advantage_estimator='gae'"
+            )
         if self.rollout_delay and self.use_vllm:
             raise ValueError(
                 "rollout_delay changes the weights of transformers' generation, and vLLM has its own weights: set "

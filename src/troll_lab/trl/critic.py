@@ -93,7 +93,7 @@ class Critic:
 
     def start(self) -> None:
         """Begins a training run; drops the gradients and sums of an interrupted update."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # in the middle of an accumulation accelerate's optimiser would not
         self._tokens = torch.zeros((), device=self.accelerator.device)
         self._tally = Tally()
         self._grad_norms: list[Tensor] = []

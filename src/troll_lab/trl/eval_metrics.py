@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from troll.grading import Grader, Verdict, completion_text
+from troll.trl.estimators import combine_rewards
 from troll.trl.ungraded import UngradedFilter
 from troll_lab.evaluation.estimators import task_estimates
 from troll_lab.trl import seam
@@ -42,14 +42,16 @@ class Answer:
 
 
 class EvalMetrics:
-    """Collects verdicts of held-out completions; every method runs on every process.
+    """Collects rewards and verdicts of held-out completions; every method runs on every process.
 
     Args:
-        reward_funcs: The trainer's reward functions; without one named `success` there is nothing to measure.
-        names: The names of the rewards, in TRL's order.
+        reward_funcs: The trainer's reward functions; without one named `success` only rewards are measured.
+        names: The names of the F rewards, in TRL's order.
+        weights: (F,), the weights of the rewards.
     """
 
-    def __init__(self, reward_funcs: Sequence[Any], names: Sequence[str]) -> None:
+    def __init__(self, reward_funcs: Sequence[Any], names: Sequence[str], weights: Tensor) -> None:
+        self._names, self._weights = names, weights.double().cpu()
         self._place = names.index(_SUCCESS_REWARD) if _SUCCESS_REWARD in names else None
         reward = None if self._place is None else reward_funcs[self._place]
         self._grader = reward if isinstance(reward, Grader) else None
@@ -57,6 +59,7 @@ class EvalMetrics:
 
     def start(self) -> None:
         """Begins an evaluation, without the verdicts of an interrupted one."""
+        self._rewards: list[Tensor] = []
         self._verdicts: list[Verdict] = []
         #: The reward `success` of each completion of the last evaluation; None if it could not be judged. Completions
         #: that only fill up the last batch are among them.
@@ -66,6 +69,7 @@ class EvalMetrics:
 
     def observe(self, rewards: Tensor) -> None:
         """Adds the (N, F) rewards of a batch of all processes; call it right after this process computed its own."""
+        self._rewards.append(rewards.double().cpu())
         if self._place is None:
             return
         given = [None if math.isnan(each) else each for each in rewards[:, self._place].tolist()]
@@ -94,28 +98,32 @@ class EvalMetrics:
                 self.answers.append(Answer(question, completion_text(completion), success))
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
-        """The metrics of the observed completions, by name; empty if there is nothing to measure.
+        """The metrics of the observed completions, by name; empty if there are none.
 
-        The mean reward is among them, since TRL's mean counts the completions that fill up the last batch. Completions
-        that could not be judged are left out; with a grader, their share is `rewards/unscored`.
+        Mean rewards are among them, since TRL takes the mean over batches, of which the last may be short or filled up.
+        Completions that could not be judged are left out; with a grader, their share is `rewards/unscored`.
 
         Args:
             samples: Completions per problem; those of one problem follow each other.
             problems: Number of problems, None if unknown; completions after them only fill up the last batch.
         """
         assert samples is not None  # TRL's default
-        groups = [self._verdicts[start : start + samples] for start in range(0, len(self._verdicts), samples)]
-        if not groups:
+        if not self._rewards:
             return {}
+        rewards = torch.cat(self._rewards)[: None if problems is None else samples * problems]
+        means = {"reward": combine_rewards(rewards, self._weights).nanmean().item()}
+        means |= {
+            f"rewards/{name}/mean": row.nanmean().item() for name, row in zip(self._names, rewards.T, strict=True)
+        }
+        found = {name: mean for name, mean in means.items() if not math.isnan(mean)}
+        if self._place is None:
+            return found
+        groups = [self._verdicts[start : start + samples] for start in range(0, len(rewards), samples)]
         grader = self._grader
-        estimates = task_estimates(groups[:problems], same=grader.same_answer if grader and grader.votes else None)
-        found = {name: estimate.value for name, estimate in estimates.items()}
-        counted = self.successes[: samples * min(len(groups), problems or len(groups))]
-        scored = [reward for reward in counted if reward is not None]
-        if scored:
-            found[f"rewards/{_SUCCESS_REWARD}/mean"] = fmean(scored)
+        estimates = task_estimates(groups, same=grader.same_answer if grader and grader.votes else None)
+        found |= {name: estimate.value for name, estimate in estimates.items()}
         if grader is not None:
-            found["rewards/unscored"] = 1 - len(scored) / len(counted)
+            found["rewards/unscored"] = rewards[:, self._place].isnan().double().mean().item()
         return found
 
 
@@ -153,12 +161,13 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
         reward_weights: One weight for each; None for 1.0.
     """
     names = [seam.get_callable_name(reward) for reward in reward_funcs]
+    weights = torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights))
     rewards = {
         "reward_funcs": list(reward_funcs),
         "reward_func_names": names,
         "reward_processing_classes": [None] * len(names),
-        "reward_weights": torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights)),
-        "eval_metrics": EvalMetrics(reward_funcs, names),
+        "reward_weights": weights,
+        "eval_metrics": EvalMetrics(reward_funcs, names, weights),
         "ungraded": UngradedFilter(trainer.accelerator, reward_funcs),
     }
     with seam.replaced(trainer, **rewards), seam.without_table(trainer):

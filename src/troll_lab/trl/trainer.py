@@ -61,7 +61,7 @@ class LabTrainer(TrollTrainer):
             self.critic = make_critic(self, model)
             checks.refuse_fewer_tokens("critic", self.critic.model, self)
         self.resampling = Resampling(self) if args.resampling_rounds else None
-        self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
+        self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names, self.reward_weights)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
         #: The parts that have a file of their own in a checkpoint.
@@ -157,7 +157,7 @@ class LabTrainer(TrollTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Overrides the parent: adds the metrics of `troll eval` (docs/evaluate.md) if a reward is named `success`.
+        """Overrides the parent: means over completions, and the metrics of `troll eval` for a reward named `success`.
 
         Their names start with the prefix, which names the data set if there are several: `eval_pass@1`,
         `eval_aime24_pass@1`.

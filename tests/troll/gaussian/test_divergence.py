@@ -36,6 +36,18 @@ def test_kl_of_close_policies_keeps_its_digits(size: float) -> None:
     assert found == pytest.approx(exact_distances("kl", new, old), rel=1e-12 + 1e-15 / size)
 
 
+@pytest.mark.parametrize("scale", [1e-8, 1e-16, 1e-100])
+def test_kl_of_a_far_narrower_policy(scale: float) -> None:
+    mean, eye = torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    expected = scale**2 - 1 - 2 * math.log(scale)  # half of it for each of two dimensions
+    for kind, ones in ((Gaussian, eye), (DiagonalGaussian, torch.ones_like(mean))):
+        new = with_gradient(kind(mean, scale * ones))
+        kl = gaussian.kl(new, kind(mean, ones))
+        assert kl.item() == pytest.approx(expected, rel=1e-14)
+        (gradient,) = torch.autograd.grad(kl, spread(new))
+        assert gradient.flatten()[0].item() == pytest.approx(scale - 1 / scale, rel=1e-14)
+
+
 def test_kl_of_equal_policies_is_exactly_zero() -> None:
     for kind in (Gaussian, DiagonalGaussian):
         new, _ = policies(kind, (20,), 7)

@@ -10,7 +10,18 @@ from tests.troll.trl import tiny
 from troll import huggingface
 from troll.huggingface.dropout import disable_dropout, dropout_rates
 
-NAMES = ["dropout_ratio", "drop_rate", "drop_prob", "emb_pdrop", "ffn_dropout", "attn_dropout_p", "layerdrop"]
+NAMES = [
+    "jitter_noise",
+    "input_jitter_noise",
+    "moe_jitter_eps",
+    "dropout_ratio",
+    "drop_rate",
+    "drop_prob",
+    "emb_pdrop",
+    "ffn_dropout",
+    "attn_dropout_p",
+    "layerdrop",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,7 +49,7 @@ SIZES |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
 RATES = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2", "falcon", "persimmon"])
 def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     """Two models, with and without dropout, are the same afterwards in every number."""
     numbers = []
@@ -47,6 +58,7 @@ def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
         model = tiny.make_model(architecture, **changes)
         assert any(dropout_rates(model)) == (rate > 0)
         disable_dropout(model)
+        assert not any(dropout_rates(model))
         numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])
     assert numbers[0] == numbers[1]
 

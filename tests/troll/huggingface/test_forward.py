@@ -11,11 +11,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BartForConditionalGeneration
 from transformers.utils import ModelOutput
 from trl.data_utils import prepare_multimodal_messages
 
 from tests.tolerance import rounding, within
+from tests.troll.huggingface.architectures import small_config, small_model
 from tests.troll.huggingface.heads import MODELS, batch, captured, of_logits, pull, read
 from tests.troll.trl import tiny, vision
 from tests.troll.trl.tiny import assert_same_gradients, gradients
@@ -97,6 +98,20 @@ def test_half_precision_is_that_of_the_models_own_logits(model, autocast):
     gradient = 16 * torch.finfo(torch.bfloat16).eps / 2
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert_read_as_its_logits(made, batch(), atol=5e-2, gradient=gradient)
+
+
+def test_hidden_states_of_another_dtype_are_multiplied_as_the_model_does():
+    """Mamba's are float32 with weights in bf16."""
+    made: Any = small_model("mamba")
+    model, inputs = made.to(torch.bfloat16), batch()
+    torch.testing.assert_close(captured(model, inputs).log_prob, of_logits(model, inputs)[0], rtol=0, atol=5e-2)
+
+
+def test_an_encoder_is_refused():
+    """Which reads the tokens that are scored."""
+    config: Any = small_config("bart", is_decoder=False)
+    with pytest.raises(ValueError, match="model must be causal, and BartForConditionalGeneration also reads"):
+        captured(BartForConditionalGeneration(config), batch())
 
 
 def test_nothing_scored_is_a_differentiable_zero():

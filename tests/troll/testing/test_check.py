@@ -92,8 +92,22 @@ class Plain:
         return share * torch.stack(total).sum()
 
 
+class Averaged(Plain):
+    """The mean over micro-batches, each normalised by itself."""
+
+    def aggregated(self, case: Case, terms: list[tuple[Tensor, Tensor, Tensor]], samples: int) -> Tensor:
+        own = dataclasses.replace(case, samples=case.samples[:samples])
+        return super().aggregated(own, terms, samples) / len(case.micro_batches)
+
+
 def changed(**fields: Any) -> Callable[[Case], Case]:
     return lambda case: dataclasses.replace(case, **fields)
+
+
+def dual_clipped(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> TrustRegionStep:
+    """At most 10 times the loss of a ratio of 1, where the advantage is negative."""
+    ratio = step.log_ratio.exp()
+    return dataclasses.replace(step, log_ratio=torch.where(advantages < 0, ratio.clamp(max=10), ratio).log())
 
 
 def clipped(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> TrustRegionStep:
@@ -157,6 +171,9 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
     "temperature, twice": (Plain(case_as=changed(temperature=0.7**2)), "equal policies", "is applied twice"),
     "temperature, once": (Plain(old_temperature=1.0), "equal policies", "in the update and not in the capture"),
     "clip": (Plain(step_as=clipped), "a bound that nothing reaches", "the clip is still on"),
+    "dual clip": (Plain(step_as=dual_clipped), "a bound that nothing reaches", "weights other than the advantage"),
+    "K": (Plain(case_as=changed(top_k=48)), "the old policy has", "top_k is not that of the case"),
+    "δ": (Plain(case_as=changed(mass_threshold=0.0)), "the old policy has", "mass_threshold is not that of the case"),
     "late capture": (
         Plain(case_as=lambda case: dataclasses.replace(case, old_table=case.new_table.clone())),
         "a bound that nothing reaches",
@@ -168,8 +185,9 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
     "mean regression": (Plain(regression="token_mean"), "without advantages", "aggregated like .* by its token_mean"),
     "aggregation": (Plain(aggregation="token_mean"), "equal policies", "the aggregation is token_mean"),
     "raw ratio": (Plain(step_as=raw), "a bound that is reached", "taken from raw log-probabilities"),
-    "summed micro-batches": (Plain(share=1.0), "two micro-batches", "one by one and then summed"),
-    "by position": (Plain(by_position=True), "two micro-batches", "Likely, old policies are matched by position"),
+    "summed micro-batches": (Plain(share=1.0), "several micro-batches", "one by one and then summed"),
+    "averaged micro-batches": (Averaged(), "several micro-batches", "one by one and then averaged"),
+    "by position": (Plain(by_position=True), "several micro-batches", "Likely, old policies are matched by position"),
     "prompt": (Plain(prompts_count=True), "equal policies", "tokens of the prompt count"),
     "weights": (
         Plain(step_as=lambda step, old, advantages: dataclasses.replace(step, log_ratio=0.9 * step.log_ratio)),
@@ -219,13 +237,18 @@ def test_check_refuses_unknown_dtype_and_layout() -> None:
             check(Plain(), layouts=layouts)  # type: ignore[arg-type]
 
 
+def test_check_refuses_micro_batches_of_other_samples() -> None:
+    for parts in (((0, 1, 2, 3),), ((0, 1), (2,)), ((0, 1), (1, 2, 3)), ((0, 1, 2, 3), ())):
+        with pytest.raises(ValueError, match="micro_batches must have each of the samples"):
+            check(Plain(), micro_batches=parts)
+
+
 def test_make_case_tells_mistakes_from_rounding() -> None:
     """Ten times the tolerance lies between what is right and each mistake that can show in the case."""
-    case = dataclasses.replace(make_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
+    changes: dict[str, Any] = {"micro_batches": ((2, 0, 3), (1,)), "top_k": 8, "mass_threshold": 0.1}
+    case = dataclasses.replace(make_case("packed", torch.float32), **changes)
     right, tolerance = reference(case, SEQUENCE_MEAN), tolerance_of(case)
     for text, wrong in mistakes(case, SEQUENCE_MEAN).items():
-        if text.endswith("averaged"):
-            continue  # which is right for sequence means and micro-batches of one size
         off = (wrong().gradient - right.gradient).abs().max() / right.gradient.abs().max()
         if "by its sequence_mean" in text or "is sequence_mean" in text:
             assert off == 0  # what this case asks for
@@ -245,6 +268,9 @@ def test_make_case_has_tokens_inside_and_outside() -> None:
     rising = torch.tensor([sample.advantage > 0 for sample in case.samples]).unsqueeze(-1)
     stopped = torch.where(rising, free.exp() > 1.3, free.exp() < 0.7) & expected.mask
     assert stopped[rising.flatten()].any() and stopped[~rising.flatten()].any()
+    # And one that no clip leaves, nor a dual clip.
+    largest = free.exp().masked_fill(~expected.mask, 0).amax(-1)
+    assert largest[rising.flatten()].max() > 20 and largest[~rising.flatten()].max() > 20
 
 
 def test_errors_of_zero_update_are_absolute():

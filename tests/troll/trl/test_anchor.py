@@ -187,7 +187,6 @@ def test_something_must_report(config, settings, has, message):
         ({"min_p": 0.1, "surrogate": "clip"}, r"min_p=0.1 .* set min_p=0.0"),
         ({"generation_kwargs": {"top_p": 0.9}, "truncated_ratio": False}, "set top_p=1.0"),
         ({"vllm_structured_outputs_regex": "a+"}, "set vllm_structured_outputs_regex=None"),
-        ({"generation_kwargs": {"logprobs": 5}}, "leave it out of generation_kwargs"),
     ],
 )
 def test_sampling_from_another_distribution_is_refused(config, settings, message):

@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from trl import GRPOConfig, TrlParser
@@ -21,6 +22,7 @@ from tests.troll.trl.surrogates.contract import (
 from tests.troll.trl.tiny import no_warnings_about
 from troll import Truncation
 from troll.trl import TrollConfig
+from troll.trl.surrogates import SURROGATES, Surrogate, Terms
 
 
 def copies(args: TrollConfig) -> list[TrollConfig]:
@@ -66,10 +68,16 @@ SECOND_UPDATE = "set updates_per_rollout to 2 or more"
         ("constraint_reduction", "one of mean, sum", "max", {}),
         ("surrogate_kwargs", "a JSON object", "0.3", {}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"advantage_estimator": "rloo"}),
+        # Those that TRL would find only after the first rollout.
+        ("multi_objective_aggregation", "one of sum_then_normalize, normalize_then_sum", "sum", {}),
+        ("importance_sampling_level", "one of token, sequence", "sequences", {}),
+        ("scale_rewards", "one of group, batch, none, True, False", "groups", {}),
+        ("vllm_importance_sampling_mode", "one of token_truncate, token_mask, sequence_truncate, ", "mask", {}),
+        ("max_grad_norm", "at least 0", None, {}),
     ],
 )
 def test_a_value_that_a_setting_does_not_take_is_refused(config, name, takes, value, settings):
-    with pytest.raises(ValueError, match=re.escape(f"{name} must be {takes}, got {value!r}")):
+    with pytest.raises(ValueError, match=f"{re.escape(f'{name} must be {takes}')}.*{re.escape(f'got {value!r}')}"):
         config(**{name: value}, **settings)
 
 
@@ -95,6 +103,11 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         (KL_IN_REWARD | {"advantage_estimator": "rloo", "top_k": 3}, "kl_in_reward compares whole policies"),
         ({"use_vllm": True, "top_k": 3, "updates_per_rollout": 1}, "with one update per rollout TRL scores whole pol"),
         ({"use_transformers_continuous_batching": True, "eval_strategy": "steps"}, "set eval_strategy='no'"),
+        ({"use_transformers_continuous_batching": True, "eval_on_start": True}, "set .*eval_on_start=False"),
+        ({"use_vllm": True, "generation_kwargs": {"logprobs": 5}}, "leave it out of generation_kwargs"),
+        ({"loss_type": "dr_grpo", "max_completion_length": None}, "divides by max_completion_length"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha .* leave it out"),
+        ({"neftune_noise_alpha": 5.0, "surrogate": "clip", "kl_target": 0.03}, "neftune_noise_alpha .* leave it out"),
         *(({"use_transformers_continuous_batching": True, x: True}, f"set {x}=False") for x in ("bf16", "fp16")),
         ({"use_transformers_continuous_batching": True, "bf16": None}, "set bf16=False"),  # which TRL makes true
         # The updates of a rollout.
@@ -108,6 +121,8 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         (KL_IN_REWARD | {"beta": 0.0, "advantage_estimator": "rloo"}, "beta, which must be above 0, got 0.0"),
         (KL_IN_REWARD, "needs advantage_estimator reinforce_plus_plus, .*_baseline or rloo, got 'group'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo", "updates_per_rollout": 1}, f"needs scores .* {SECOND_UPDATE}"),
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "'rloo' has a scale of its own: leave it out"),
+        ({"advantage_estimator": "reinforce_plus_plus", "scale_rewards": False}, "scale_rewards='none' is a part"),
         # Truncated sampling.
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
@@ -124,7 +139,6 @@ def test_settings_that_do_not_go_together_are_refused(config, settings, message)
         {"sapo_temperature_pos": 0.0, "vespo_k_pos": -1.0},  # which "troll" does not read
         {"surrogate": "clip", "loss_type": "luspo", "epsilon": 1.5, "epsilon_high": None, "delta": 1.1},
         {"use_transformers_continuous_batching": True},
-        {"max_grad_norm": None},
     ],
 )
 def test_settings_that_are_not_read_or_valid_are_accepted(config, settings):
@@ -297,3 +311,18 @@ def test_truncation_follows_the_sampler_and_the_surrogate(config, settings, kept
     """Its order, too."""
     expected = kept and dataclasses.replace(kept, min_p_first=use_vllm)
     assert config(use_vllm=use_vllm, **settings).truncation == expected
+
+
+def test_a_copy_for_another_anchor_has_its_importance_correction(config):
+    around_engine = config(use_vllm=True, anchor="rollout", per_device_train_batch_size=8)
+    assert dataclasses.replace(around_engine, anchor="old").vllm_importance_sampling_correction
+
+
+def test_a_surrogate_with_terms_of_its_own_follows_the_sampler(config):
+    """Also if it keeps TRL's clip."""
+    mine = Surrogate(lambda tokens, args, own: Terms(), fields=("epsilon", "epsilon_high", "delta"), clips=True)
+    with mock.patch.dict(SURROGATES, mine=mine):
+        assert config(surrogate="mine", generation_kwargs={"top_p": 0.7}).top_p == 0.7
+        with pytest.raises(ValueError, match="loss_type 'luspo' does not go with surrogate 'mine'"):
+            config(surrogate="mine", loss_type="luspo")
+    assert config(surrogate="clip", generation_kwargs={"top_p": 0.7}).top_p == 1.0

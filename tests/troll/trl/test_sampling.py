@@ -251,6 +251,8 @@ def test_continuous_batching_draws_from_the_old_policy(make, top_p):
     apart = (whole[:, None, :SIZE] - drawn).abs().amax(-1).amin(-1)
     assert float(apart.max()) <= within(1e-5)
     assert bool((old.used.sum(-1) < SIZE).all()) == (top_p is not None)
+    with pytest.raises(RuntimeError, match="generation left the model in training mode"):
+        trainer.evaluate(tiny.make_dataset(4))
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, 50), (0, 100), (5, 5)])

@@ -142,6 +142,24 @@ def test_training_logs_the_kept_mass_and_no_added_tokens(make):
     assert max(tiny.logged(trainer, "sampling/added_fraction")) <= 0.05
 
 
+def test_tokens_of_the_environment_are_not_added_tokens(make):
+    """A function's rollout. Every second token is the environment's, and any token may be outside the top 5."""
+    trainer = make(top_k=5)
+    prompts = trainer.processing_class([row["prompt"] for row in trainer.train_dataset.select(range(8))])["input_ids"]
+    generator = torch.Generator().manual_seed(0)
+    completions = torch.randint(7, 40, (8, 6), generator=generator).tolist()
+    masks = [[1, 0] * 3] * 8
+    ids = {"prompt_ids": prompts, "completion_ids": completions}
+    trainer.rollout_func = lambda prompts, trainer: {**ids, "logprobs": None, "env_mask": masks}
+    added = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        kept = logits.topk(5).indices.tolist()
+        added += [completion[t] not in kept[t] for t in (0, 2, 4)]
+    tiny.rolled_out(trainer)
+    assert trainer._metrics["train"]["sampling/added_fraction"] == pytest.approx([sum(added) / len(added)])
+
+
 @pytest.mark.parametrize(("top_k", "impossible"), [(3, -math.inf), (3, -9999.0), (8, -math.inf)])
 def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k, impossible):
     # Without the pull: an engine does not say what mass its kept tokens had.

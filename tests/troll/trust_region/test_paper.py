@@ -29,17 +29,17 @@ def test_paper_step_is_ours_where_policies_are_peaked():
 
 
 def test_paper_step_sees_more_kl_where_policies_are_flat():
-    """Half of the mass is outside, and the policies differ by 0.001: the paper's step sees over 20 times that."""
+    """Most of the mass is outside, and the policies differ by 0.001: the paper's step sees over 200 times that."""
     generator = torch.Generator().manual_seed(0)
     old_logits = torch.randn(50, 2000, generator=generator, dtype=torch.float64)
     new_logits = old_logits + 0.045 * torch.randn(50, 2000, generator=generator, dtype=torch.float64)
     log_old, log_new = (torch.log_softmax(x, -1) for x in (old_logits, new_logits))
     true = (log_new.exp() * (log_new - log_old)).sum(-1)
     old = troll.capture(old_logits, old_logits.argmax(-1), top_k=64, mass_threshold=0.0)
-    assert old.tail_log_prob.exp().mean() > 0.5
+    assert old.tail_log_prob.exp().mean() > 0.75
     assert true.mean().item() == pytest.approx(1e-3, rel=0.1)
     assert (troll.trust_region_step(new_logits, old).kl_before <= true).all()
-    assert paper_step(new_logits, old).kl_before.mean() > 20 * true.mean()
+    assert paper_step(new_logits, old).kl_before.mean() > 200 * true.mean()
 
 
 def test_paper_step_of_broken_rows_is_nan():

@@ -67,6 +67,12 @@ def test_a_longer_rollout_moves_only_what_nobody_set(tmp_path, rollout, save_ste
     assert recipes.plain(loaded_again(recipe, tmp_path / "config.yaml")) == recipes.plain(recipe)
 
 
+def test_a_checkpoint_that_may_be_the_best_is_at_an_evaluation() -> None:
+    best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "pass@1", "--updates_per_rollout", "5"]
+    training = recipes.load("quickstart", best).training
+    assert (training.eval_steps, training.save_steps) == (224, 5 * 224)
+
+
 def test_defaults_end_with_a_rollout_and_a_users_values_stay(mine) -> None:
     bare = recipes.load(mine("{model_name_or_path: toy, use_cpu: true, bf16: false, updates_per_rollout: 8}"))
     assert (bare.training.save_steps, bare.training.logging_steps) == (504, 16)
@@ -297,10 +303,11 @@ def test_words_out_of_their_range_are_refused(value: str) -> None:
 
 
 def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
-    recipe = recipes.load("quickstart", ["--task_options.min_terms", "2", "--critic_kwargs.learning_rate=1e-4"])
+    recipe = recipes.load("ppo", ["--task_options.min_terms", "2", "--critic_kwargs.gamma=0.9"])
     options = recipe.task.task_options
     assert isinstance(options, dict) and (options["min_terms"], options["max_terms"]) == (2, 3)
-    assert recipe.settings["critic_kwargs"] == {"learning_rate": 1e-4}
+    assert recipe.settings["critic_kwargs"] == {"learning_rate": 3e-4, "gamma": 0.9}
+    assert recipes.load("ppo", ["--advantage_estimator", "rloo"]).training.critic_kwargs is None
     weighted = recipes.load("quickstart", ["--surrogate", "kl_penalty", "--surrogate_kwargs.direction", "new_old"])
     assert weighted.training.own_settings.direction == "new_old"
     assert recipes.load("quickstart", ["--task_options", '{"max_terms": 4}']).task.options == {"max_terms": 4}

@@ -500,6 +500,17 @@ def test_a_longer_run_is_unfinished_until_its_end(short_run, tmp_path, console, 
     assert summary_of(tmp_path / "run")["status"] == "finished"
 
 
+def test_results_are_those_of_the_best_weights_if_these_are_saved(short_run, tmp_path, console):
+    """No answer is ever right, so the first evaluation is the best."""
+    best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "pass@1"]
+    assert train(recipes.load("quickstart", [*short_run, *best]), console)
+    folder = tmp_path / "run"
+    summary, rows = summary_of(folder), {logs["step"]: logs for logs in lines_of(folder) if "eval_reward" in logs}
+    assert (summary["success_after_step"], summary["reward_after"]) == (2, rows[2]["eval_reward"])
+    assert max(rows) == 4 and not (folder / "verdicts.json").exists()
+    assert "after step 2" in (folder / "model" / "README.md").read_text()
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

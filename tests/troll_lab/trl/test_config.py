@@ -66,6 +66,11 @@ VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwarg
         ({"critic_kwargs": {"lr": 1e-4}}, "critic_kwargs: the critic has no setting 'lr'; it has gamma, gae_lambda, "),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "evaluations of LabTrainer have no loss"),
+        ({"metric_for_best_model": "eval_pass@8", "num_generations_eval": 2}, "one of maj@2, mean@2, pass@1, pass@2$"),
+        (
+            {"critic_kwargs": {"gamma": 0.9}},
+            "critic_kwargs has no effect, as advantage_estimator 'group' has no critic",
+        ),
         ({**VLLM_TEMPERATURE, "surrogate": "clip"}, "temperature of generation_kwargs would replace eval_temperature"),
         (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),
@@ -87,7 +92,8 @@ def test_config_refuses_settings_that_do_not_go_together(tmp_path, settings, mes
 
 
 def test_a_configuration_can_be_copied(tmp_path):
-    args = config(tmp_path, critic_kwargs={"gamma": 0.9}, resampling_rounds=1, eval_temperature=0.5)
+    critic = {"advantage_estimator": "gae", "critic_kwargs": {"gamma": 0.9}}
+    args = config(tmp_path, **critic, rollout_delay=1, eval_temperature=0.5)
     copy = replace(args, learning_rate=1e-5)
     for name in LabConfig.__annotations__:
         assert getattr(copy, name) == getattr(args, name), name
@@ -96,7 +102,8 @@ def test_a_configuration_can_be_copied(tmp_path):
 def test_the_command_line_sets_fields_of_both_classes(tmp_path):
     words = f"--output_dir {tmp_path} --use_cpu true --bf16 false --report_to none --kl_bound 0.1 --rollout_delay 2"
     parser: Any = TrlParser
-    (args,) = parser(LabConfig).parse_args_and_config([*words.split(), "--critic_kwargs", '{"gamma": 0.9}'])
+    critic = ["--advantage_estimator", "gae", "--critic_kwargs", '{"gamma": 0.9}']
+    (args,) = parser(LabConfig).parse_args_and_config([*words.split(), *critic])
     assert (args.kl_bound, args.rollout_delay, args.critic_settings.gamma) == (0.1, 2, 0.9)
 
 

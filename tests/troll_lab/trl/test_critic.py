@@ -198,6 +198,17 @@ def test_micro_batches_make_the_update_of_the_whole_batch(accelerator, model_pat
     assert_same_weights(parts, whole, 1e-4)
 
 
+def test_a_new_training_drops_the_gradients_of_an_interrupted_update(accelerator, model_path):
+    fresh, interrupted = (with_opinions(make_critic(accelerator, model_path("qwen3"))) for _ in range(2))
+    accelerator.gradient_state._set_sync_gradients(False)
+    batch(1).train(interrupted)
+    interrupted.start()
+    for critic in (fresh, interrupted):
+        update(critic, batch(), micro_batches=2)
+    assert interrupted.metrics() == fresh.metrics()
+    assert_same_weights(interrupted, fresh)
+
+
 def test_the_gradient_is_of_the_mean_over_tokens(accelerator, model_path):
     critic, data = make_critic(accelerator, model_path("llama"), value_clip=9.0), batch()
     update(critic, data, micro_batches=2)

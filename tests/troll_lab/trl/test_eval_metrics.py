@@ -16,6 +16,15 @@ from troll_lab.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperat
 REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
 
 
+def made(reward_funcs: list[Any], names: list[str]) -> EvalMetrics:
+    return EvalMetrics(reward_funcs, names, torch.tensor([1.0, 2.0][: len(names)]))
+
+
+def without_means(metrics: dict[str, float]) -> dict[str, float]:
+    """Without the mean rewards of others."""
+    return {k: v for k, v in metrics.items() if k != "reward" and (k == REWARD_MEAN or not k.endswith("/mean"))}
+
+
 class LastLetter(Grader):
     """The answer is the last letter; right is one before "n"."""
 
@@ -27,7 +36,7 @@ class LastLetter(Grader):
 
 
 def observed(grader: Any, batches: list[list[str]]) -> EvalMetrics:
-    held_out = EvalMetrics([tiny.reward, grader], ["reward", "success"])
+    held_out = made([tiny.reward, grader], ["reward", "success"])
     for texts in batches:
         rewards = grader(prompts=texts, completions=texts)
         scores = torch.tensor([torch.nan if reward is None else reward for reward in rewards])
@@ -51,7 +60,7 @@ def test_evaluation_order_names_the_rows_as_evaluated(make):
 
 
 def test_answers_are_kept_of_the_first_different_problems() -> None:
-    held_out = EvalMetrics([tiny.reward, LastLetter()], ["reward", "success"])
+    held_out = made([tiny.reward, LastLetter()], ["reward", "success"])
     told = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "ask"}]}]
     prompts = ["a", "a", told, "c", "d", "e", "f"]
     said: list[Any] = [*"stuvwx", "y"]
@@ -70,7 +79,8 @@ def test_problems_are_the_groups_of_completions():
     metrics = held_out.metrics(4, 2)
     # 2 of 4 and 1 of 4; the first problem's vote is a tie, the second's is lost.
     shares = {"pass@1": 0.375, "pass@4": 1.0, "mean@4": 0.375, "maj@4": 0.25}
-    assert metrics == pytest.approx(shares | {REWARD_MEAN: 0.375, UNSCORED: 0.0})
+    means = {"reward": 9.75, "rewards/reward/mean": 9.0, REWARD_MEAN: 0.375}  # weights of 1 and 2
+    assert metrics == pytest.approx(shares | means | {UNSCORED: 0.0})
     held_out.start()
     assert held_out.metrics(4, 2) == {}
 
@@ -78,18 +88,37 @@ def test_problems_are_the_groups_of_completions():
 def test_eval_metrics_ignore_what_fills_up_the_last_batch():
     metrics = observed(LastLetter(), [["a", "z"], ["a", "a"]]).metrics(1, 3)
     assert metrics["pass@1"] == metrics[REWARD_MEAN] == pytest.approx(2 / 3)
+    assert metrics["reward"] == pytest.approx(9 + 4 / 3)
+
+
+def test_a_short_last_batch_counts_by_its_completions(make):
+    """TRL takes the mean of the means of batches."""
+
+    def first(prompts, **columns):
+        return [float(prompt == prompts_of[0]) for prompt in prompts]
+
+    held_out = tiny.make_dataset(5)
+    prompts_of = held_out["prompt"]
+    trainer = make(reward_funcs=first, eval_dataset=held_out, num_generations_eval=1, per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    expected = prompts_of.count(prompts_of[0]) / 5
+    assert metrics["eval_reward"] == metrics["eval_rewards/first/mean"] == pytest.approx(expected)
 
 
 def test_a_function_named_success_has_no_votes():
     def success(prompts, completions, **columns):
         return [1.0, float("nan")]
 
-    held_out = EvalMetrics([success], ["success"])
+    held_out = made([success], ["success"])
     held_out.observe(torch.tensor([[1.0], [torch.nan]]))
-    assert held_out.metrics(2, 1) == {"pass@1": 1.0, "mean@2": 1.0, REWARD_MEAN: 1.0}  # None is no failure
-    without = EvalMetrics([tiny.reward], ["reward"])
+    assert without_means(held_out.metrics(2, 1)) == {
+        "pass@1": 1.0,
+        "mean@2": 1.0,
+        REWARD_MEAN: 1.0,
+    }  # None is no failure
+    without = made([tiny.reward], ["reward"])
     without.observe(torch.ones(2, 1))
-    assert without.metrics(2, 1) == {}, "other rewards have nothing"
+    assert without.metrics(2, 1) == {"reward": 1.0, "rewards/reward/mean": 1.0}, "other rewards have their means"
 
 
 class HalfRight(Grader):
@@ -101,8 +130,9 @@ class HalfRight(Grader):
 
 def test_partial_credit_counts_in_the_mean():
     metrics = observed(HalfRight(), [["a", "b"]]).metrics(2, 1)
-    assert metrics == {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5, REWARD_MEAN: 0.0, UNSCORED: 0.0}
-    of_function = EvalMetrics([tiny.reward], ["success"])
+    shares = {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5, REWARD_MEAN: 0.0, UNSCORED: 0.0}
+    assert without_means(metrics) == shares
+    of_function = made([tiny.reward], ["success"])
     of_function.observe(torch.tensor([[0.5], [0.25]]))
     assert of_function.metrics(2, 1)[REWARD_MEAN] == 0.375
 
@@ -120,18 +150,19 @@ def test_eval_metrics_leave_out_and_count_unscored_completions():
     metrics = held_out.metrics(2, 5)
     # 1 of 1, 0 of 1, none, 2 of 2, none; and what fills up the last batch.
     rates = {"pass@1": 2 / 3, "pass@2": 1.0, "mean@2": 2 / 3, "maj@2": 2 / 3}
-    assert metrics == pytest.approx(rates | {REWARD_MEAN: 3 / 4, UNSCORED: 0.6})
+    assert without_means(metrics) == pytest.approx(rates | {REWARD_MEAN: 3 / 4, UNSCORED: 0.6})
     assert held_out.successes[:4] == [1.0, None, 0.0, None]
     held_out = observed(Stuck(), [["?", "?"]])
-    assert held_out.metrics(2, 1) == {UNSCORED: 1.0}
+    assert without_means(held_out.metrics(2, 1)) == {UNSCORED: 1.0}
 
 
 def test_eval_metrics_leave_out_what_another_grader_left():
     grader = LastLetter()
-    held_out = EvalMetrics([Stuck(), grader], ["stuck", "success"])
+    held_out = made([Stuck(), grader], ["stuck", "success"])
     grader.latest = grader.grade(["a", "z"])
     held_out.observe(torch.tensor([[torch.nan, torch.nan], [0.0, 0.0]]))
-    assert held_out.metrics(2, 1) == dict.fromkeys(["pass@1", "mean@2", "maj@2", REWARD_MEAN], 0.0) | {UNSCORED: 0.5}
+    expected = dict.fromkeys(["pass@1", "mean@2", "maj@2", REWARD_MEAN], 0.0) | {UNSCORED: 0.5}
+    assert without_means(held_out.metrics(2, 1)) == expected
 
 
 def evaluate(make, samples: int = 4, **settings: Any):

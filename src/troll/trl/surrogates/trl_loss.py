@@ -29,7 +29,7 @@ def settle_loss(args: Any) -> None:
         ValueError: If the surrogate and the loss type do not go together, or the surrogate does not use `delta`.
     """
     surrogate = SURROGATES[args.surrogate]
-    known = (*LOSS_TYPES, *CLIP_LOSS_TYPES) if surrogate.clips else LOSS_TYPES
+    known = (*LOSS_TYPES, *CLIP_LOSS_TYPES) if surrogate.clips and surrogate.terms is None else LOSS_TYPES
     if args.loss_type not in (*known, surrogate.sets.get("loss_type")):
         remedy = f"use one of {', '.join(known)}"
         if args.loss_type in SURROGATES:  # which sets it
