@@ -11,6 +11,8 @@ from tests.troll_lab.trl.test_config import config
 from troll.trl import resumed_settings
 from troll_lab.trl import LabConfig
 
+GAE = {"advantage_estimator": "gae"}
+
 
 def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str | None:
     there = json.dumps(resumed_settings.settings(config(tmp_path, **before)), allow_nan=False)
@@ -21,13 +23,13 @@ def change(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> str
     ("before", "after", "says"),
     [
         (
-            {"critic_kwargs": {"learning_rate": 1e-4}},
-            {"critic_kwargs": {"learning_rate": 1e-3}},
+            {**GAE, "critic_kwargs": {"learning_rate": 1e-4}},
+            {**GAE, "critic_kwargs": {"learning_rate": 1e-3}},
             "critic_kwargs.learning_rate was 0.0001 and is 0.001",
         ),
         (
-            {"critic_kwargs": {"weight_decay": 0.0}},
-            {"critic_kwargs": {"weight_decay": 0.1}},
+            {**GAE, "critic_kwargs": {"weight_decay": 0.0}},
+            {**GAE, "critic_kwargs": {"weight_decay": 0.1}},
             "critic_kwargs.weight_decay was 0.0 and is 0.1. The optimizer keeps the critic_kwargs.weight_decay of the "
             "checkpoint",
         ),

@@ -15,6 +15,7 @@ TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_
 TIMES |= {"eval_samples_per_second", "eval_steps_per_second"}
 
 OF_A_LOSS = ("eval_loss", "eval_entropy", "eval_clip_ratio/")
+EVALUATED = ("eval_reward", "eval_rewards/reward/mean")
 
 #: What the method has: defaults, other estimators and surrogates, adapters of the rollout, and several micro-batches.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,13 @@ def test_lab_trainer_is_bit_by_bit_troll_trainer_by_default(make, tmp_path, sett
     assert any("trust_region/kl_before_mean" in entry for entry in base) or settings.get("surrogate") == "clip"
     # But for what the loss of an evaluation measures.
     assert not any(name.startswith(OF_A_LOSS) for entry in lab for name in entry)
-    base = [{name: value for name, value in entry.items() if not name.startswith(OF_A_LOSS)} for entry in base]
+    # And but for the mean rewards of an evaluation, which are means over all completions in float64.
+    means = [[[entry[name] for entry in logs if name in entry] for name in EVALUATED] for logs in (lab, base)]
+    assert means[0] == [pytest.approx(values, rel=1e-6) for values in means[1]]
+    lab, base = (
+        [{k: v for k, v in entry.items() if not k.startswith(OF_A_LOSS) and k not in EVALUATED} for entry in logs]
+        for logs in (lab, base)
+    )
     assert lab == base and [list(entry) for entry in lab] == [list(entry) for entry in base]
     torch.testing.assert_close(lab_weights, weights, rtol=0, atol=0)
 
