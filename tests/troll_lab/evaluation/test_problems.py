@@ -10,7 +10,7 @@ from tests.troll_lab.evaluation.conftest import register
 from troll.grading import Verdict
 from troll_lab.evaluation.config import EvaluationError
 from troll_lab.evaluation.problems import Problems, load_problems
-from troll_lab.tasks import TaskConfig, TaskError
+from troll_lab.tasks import TaskConfig
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
@@ -124,8 +124,3 @@ def test_tasks_that_cannot_be_evaluated_are_refused(
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
         loaded(*rewards, template=template, **columns)
-
-
-def test_unknown_task_is_an_error_of_tasks(tokenizer: Any) -> None:
-    with pytest.raises(TaskError, match="unknown task"):
-        load_problems(TaskConfig(task="nonsense"), tokenizer, {})

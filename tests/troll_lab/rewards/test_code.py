@@ -84,13 +84,6 @@ def test_score_is_a_share_only_with_partial_credit(partial, share):
         assert [verdict.score for verdict in verdicts] == [1.0, 0.5 * partial, 1.0]
 
 
-def test_grade_continues_the_prefix(grader):
-    prefix = 'def double(x):\n    """Twice."""\n'
-    completions = ["    return x * 2\n\nprint(double(1)", "def double(x): return x * 2", "    return x"]
-    verdicts = grader.grade(completions, tests=[DOUBLE] * 3, prefix=[prefix] * 3)
-    assert [verdict.success for verdict in verdicts] == [True, True, False]
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

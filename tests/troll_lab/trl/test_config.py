@@ -107,10 +107,6 @@ def test_the_command_line_sets_fields_of_both_classes(tmp_path):
     assert (args.kl_bound, args.rollout_delay, args.critic_settings.gamma) == (0.1, 2, 0.9)
 
 
-def test_one_completion_of_a_prompt_is_enough_for_a_critic(tmp_path):
-    assert config(tmp_path, advantage_estimator="gae", num_generations=1).num_generations == 1
-
-
 def test_a_warning_names_the_line_that_made_the_configuration(tmp_path):
     with pytest.warns(UserWarning, match="^epsilon ignored") as caught:
         config(tmp_path, epsilon=0.1)

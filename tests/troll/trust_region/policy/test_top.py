@@ -141,23 +141,6 @@ def test_capture_top_takes_ties_in_any_order(logits, top_k, more, threshold, wit
     assert_same_policy(actual, expected, rtol=4 * 2**-52, atol=128 * 2**-52)
 
 
-@pytest.mark.parametrize(
-    ("sampled", "top_k", "ids", "probs", "slot"),
-    [
-        (3, 4, [7, 3, -1, -1], [0.5, 0.25, 0, 0, 0.25], 1),
-        (5, 4, [7, 3, 5, -1], [0.5, 0.25, 0.0625, 0, 0.1875], 2),
-        (5, 2, [7, 5], [0.5, 0.0625, 0.4375], 1),
-    ],
-)
-def test_capture_top_orders_slots(sampled, top_k, ids, probs, slot):
-    log_probs, sampled_log_prob = torch.tensor([0.5, 0.25]).log(), torch.tensor(0.25 if sampled == 3 else 0.0625).log()
-    policy = troll.capture_top(
-        torch.tensor([7, 3]), log_probs, torch.tensor(sampled), sampled_log_prob, 10, top_k=top_k
-    )
-    assert policy.token_ids.tolist() == ids and policy.slot.item() == slot
-    torch.testing.assert_close(policy.outcomes.exp(), torch.tensor(probs))
-
-
 def test_capture_top_prefers_entry_of_sampled_token():
     ids, log_probs, sampled = torch.tensor([7, 3]), torch.tensor([0.5, 0.25]).log(), torch.tensor(3)
     policies = [troll.capture_top(ids, log_probs, sampled, torch.tensor(x), 10) for x in (math.log(0.25), -9.0, -0.01)]
