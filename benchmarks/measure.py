@@ -130,7 +130,7 @@ def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device:
 def _peak_on_gpu(contender: Callable[[], object]) -> float:
     gc.collect()
     contender()  # setting up at the first call does not count
-    gc.collect()  # a trainer is in cycles
+    gc.collect()  # a trainer is in reference cycles
     torch.cuda.reset_peak_memory_stats()
     contender()
     return torch.cuda.max_memory_allocated()

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--kl_bound", type=float, default=0.05, help="how far a token's policy may move, in nats")
     parser.add_argument("--kl_target", type=float, default=0.03, help="how far the network should move, on average")
     parser.add_argument(
-        "--learning_rate", type=float, help="where the search begins, at a hundredth: 1e-2, or 1e-5 with --model"
+        "--learning_rate", type=float, help="the search begins at a hundredth of it; 1e-2, or 1e-5 with --model"
     )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_new_tokens", type=int, default=LONGEST + 1)
@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     if (options.model is None) != (options.data is None):
         parser.error("--model and --data go together")
-    first_rate = options.learning_rate or (1e-2 if options.model is None else 1e-5)
+    first_rate = (1e-2 if options.model is None else 1e-5) if options.learning_rate is None else options.learning_rate
     random.seed(options.seed)
     torch.manual_seed(options.seed)
 

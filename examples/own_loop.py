@@ -18,7 +18,7 @@ model = Qwen3ForCausalLM(
 )  # fmt: skip
 optimizer = torch.optim.AdamW(model.parameters())
 # The learning rate follows the KL to the policy that sampled; the search begins at a hundredth of this one. It is
-# so high as the model is tiny and has a single rollout: for a real one, take the rate that you use without a target.
+# this high because the model is tiny and has one rollout: for a real one, take the rate that you use without a target.
 target = troll.KLTarget(0.03, updates_per_rollout=8, learning_rate=0.5)
 
 # Prompts of different lengths, padded on the left, four completions each.

@@ -10,21 +10,34 @@ from typing import Any
 from torch import nn
 
 #: The names of attributes in which modules of transformers keep a rate that a function reads, instead of a layer of
-#: torch: `torch.nn.functional.dropout`, an attention kernel, or a draw that skips a whole layer. And the noise on the
-#: hidden states that a router of experts reads.
+#: torch: `torch.nn.functional.dropout`, an attention kernel, or a draw that skips a whole layer. Also the names of the
+#: noise on the hidden states that a router of experts reads.
 _FUNCTIONAL_RATE = re.compile("dropout|pdrop|layerdrop|drop_(prob|rate)|^(input_)?jitter_noise$|^moe_jitter_eps$")
-#: The kinds of models whose forward reads the rates of the configuration.
-_READ_FROM_CONFIG = {"falcon", "gpt_neo", "persimmon"}
+#: The rates that a forward reads from the configuration, by the kind of model.
+_READ_FROM_CONFIG = {
+    "blt_global_transformer": ("dropout",),
+    "blt_local_decoder": ("dropout",),
+    "blt_local_encoder": ("dropout",),
+    "falcon": ("attention_dropout", "hidden_dropout"),
+    "gpt_neo": ("attention_dropout",),
+    "persimmon": ("attention_dropout",),
+}
 
 
 def dropout_rates(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Every non-zero dropout rate of a model, as a module or configuration and the name of its attribute."""
-    for module in (*model.modules(), *_read_configurations(model)):
+    places: dict[tuple[int, str], Any] = {}
+    for module in model.modules():
         is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
-        for name in ("p",) if is_layer else filter(_FUNCTIONAL_RATE.search, tuple(vars(module))):
-            rate = getattr(module, name)
-            if isinstance(rate, float) and rate > 0:
-                yield module, name
+        for name in ("p",) if is_layer else filter(_FUNCTIONAL_RATE.search, vars(module)):
+            places[id(module), name] = module
+        config = getattr(module, "config", None)
+        for name in _READ_FROM_CONFIG.get(getattr(config, "model_type", ""), ()):
+            places[id(config), name] = config
+    for (_, name), place in places.items():
+        rate = getattr(place, name)
+        if isinstance(rate, float) and rate > 0:
+            yield place, name
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -34,12 +47,6 @@ def disable_dropout(model: nn.Module) -> None:
     """
     for module, name in list(dropout_rates(model)):
         setattr(module, name, 0.0)
-
-
-def _read_configurations(model: nn.Module) -> list[Any]:
-    """The distinct configurations whose rates a forward reads."""
-    found = {id(x): x for module in model.modules() if (x := getattr(module, "config", None)) is not None}
-    return [x for x in found.values() if getattr(x, "model_type", None) in _READ_FROM_CONFIG]
 
 
 def warn_about_dropout(model: nn.Module) -> None:

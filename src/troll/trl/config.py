@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -160,10 +161,16 @@ class TrollConfig(GRPOConfig):
         if not self.samples_as_trl:
             settle_fields(self)
         settle_loss(self)
+        if self.advantage_estimator != "group" and self.scale_rewards != GRPOConfig.scale_rewards:
+            warnings.warn(
+                f"scale_rewards ignored: advantage_estimator {self.advantage_estimator!r} does not use it", stacklevel=3
+            )
         self._check_reward()
         self._check_generation()
         if self.kl_target is not None:
             check_target(self)
+        if self.anchor == "rollout":
+            self.vllm_importance_sampling_correction = False
 
     # Each setting by itself, before TRL computes with it
 
@@ -231,11 +238,6 @@ class TrollConfig(GRPOConfig):
             raise ValueError(
                 f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
                 f"multi_objective_aggregation must be 'sum_then_normalize', got {self.multi_objective_aggregation!r}"
-            )
-        if self.advantage_estimator != "group" and self.scale_rewards != GRPOConfig.scale_rewards:
-            raise ValueError(
-                f"scale_rewards={self.scale_rewards!r} is a part of advantage_estimator 'group', and "
-                f"{self.advantage_estimator!r} has a scale of its own: leave it out"
             )
         if not self.kl_in_reward:
             return

@@ -311,8 +311,8 @@ class SurrogateLoss:
             return aggregate(per_token, mask, "token_mean", num_tokens=tokens)
         if trainer.loss_type not in AGGREGATION:
             raise ValueError(
-                f"surrogate {trainer.args.surrogate!r} has a penalty, and sets loss_type {trainer.loss_type!r}, which "
-                f"cannot have one: it must be one of {', '.join(LOSS_TYPES)}"
+                f"surrogate {trainer.args.surrogate!r} sets loss_type {trainer.loss_type!r}, to which no penalty or "
+                f"corrected reference KL can be added: it must be one of {', '.join(LOSS_TYPES)}"
             )
         max_length = trainer.max_completion_length if trainer.loss_type == "dr_grpo" else None
         return aggregate(per_token, mask, AGGREGATION[trainer.loss_type], max_length) / accumulated

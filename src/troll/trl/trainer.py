@@ -63,7 +63,8 @@ class TrollTrainer(GRPOTrainer):
             rollout takes (with `max_steps`, before the first step). In training, before the first step, if an
             evaluation has nothing to evaluate, or the sampler's settings were changed since the trainer was made.
         FloatingPointError: In training, if logits or the loss are NaN or infinite, before the optimiser sees them.
-        RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step.
+        RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step. In an
+            evaluation, if generation left the model in training mode.
         NothingJudgedError: In training, if a grader could judge nothing in three rollouts in a row.
     """
 
@@ -132,8 +133,6 @@ class TrollTrainer(GRPOTrainer):
             self.epsilon_high = torch.inf
         if args.kl_in_reward:
             self.beta = 0.0  # or the parent would add the KL to the loss too
-        if args.anchor == "rollout":  # the ratio is to the engine already
-            self.vllm_importance_sampling_correction = False
 
         self.old_policy = self._make_old_policy()
         self._make_parts()

@@ -3,9 +3,9 @@
 It differs from [trust_region_step][troll.trust_region_step] in three ways:
 
 - The policies are compared on the union of both supports. Each token outside of it has probability 1e-12, whatever its
-  mass; so have, in the old policy, the tokens that only the new one keeps, since they were not stored. Where policies
-  are peaked, this makes no difference. Where they are flat, it sees divergences that do not exist: with half of the
-  mass outside, a divergence of 0.001 nats can look like 0.15.
+  mass. In the old policy this also holds for tokens that only the new one keeps, since they were not stored. Where
+  policies are peaked, this makes no difference. Where they are flat, it sees divergences that do not exist: with half
+  of the mass outside, a divergence of 0.001 nats can look like 0.15.
 - The multiplier is found by n-ary bracketing on a log scale within [1e-7, 1e2].
 - The ratio is that of the floored policies, also for a sampled token below the floor.
 """

@@ -29,11 +29,7 @@ from troll_lab.values import read_value, read_yaml
 
 FOLDER = Path(__file__).parent
 #: Fields whose value has settings of its own: its default, and the dictionary of these settings.
-OWNERS = {
-    "surrogate": (LabConfig.surrogate, "surrogate_kwargs"),
-    "task": (TaskConfig.task, "task_options"),
-    "advantage_estimator": (LabConfig.advantage_estimator, "critic_kwargs"),
-}
+OWNERS = {"surrogate": (LabConfig.surrogate, "surrogate_kwargs"), "task": (TaskConfig.task, "task_options")}
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
 

@@ -209,8 +209,8 @@ def _refuse_open_grid(
 def _fit_to_rollouts(path: Path, training: LabConfig, settings: Collection[str], above: Overrides) -> str | None:
     """Rounds the steps between checkpoints and between logs up to whole rollouts, if the user has not set them.
 
-    A run resumes exactly from the end of a rollout only. With `load_best_model_at_end` a checkpoint is also at an
-    evaluation. Defaults are rounded, and the values of recipes of this
+    A run resumes exactly from the end of a rollout only. With `load_best_model_at_end` checkpoints stay where they are,
+    since transformers needs them at evaluations. Defaults are rounded, and the values of recipes of this
     package, which do not know the length of a rollout that a command sets.
 
     Returns:
@@ -220,11 +220,9 @@ def _fit_to_rollouts(path: Path, training: LabConfig, settings: Collection[str],
     for name in ("save_steps", "logging_steps"):
         steps = getattr(training, name)
         users = name in above.given or (name in settings and path.parent != FOLDER)
-        unit = updates
-        if name == "save_steps" and training.load_best_model_at_end and training.eval_strategy == "steps":
-            unit = math.lcm(updates, max(int(training.eval_steps or 1), 1))
-        if not users and steps >= 1:  # below, it is a fraction of the run
-            setattr(training, name, math.ceil(steps / unit) * unit)
+        at_evaluations = name == "save_steps" and training.load_best_model_at_end
+        if not users and not at_evaluations and steps >= 1:  # below, it is a fraction of the run
+            setattr(training, name, math.ceil(steps / updates) * updates)
     steps = training.logging_steps
     if training.logging_strategy != "steps" or not 1 <= steps < updates:
         return None

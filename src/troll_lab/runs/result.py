@@ -83,7 +83,9 @@ class RunResult:
         held_out = [logs for logs in state.log_history if "eval_reward" in logs]
         first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
         if self._status == "finished" and training.load_best_model_at_end and state.best_model_checkpoint:
-            last = next(logs for logs in held_out if logs["step"] == state.best_global_step)  # its weights are saved
+            # The weights that were loaded. `best_global_step` may be an evaluation without a checkpoint.
+            step = int(state.best_model_checkpoint.rpartition("-")[2])
+            last = next(logs for logs in held_out if logs["step"] == step)
         before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
         logged = [logs for logs in state.log_history if "step_time" in logs]
         passes, read = state.global_step * training.gradient_accumulation_steps, settings_read(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +99,8 @@ class LabConfig(TrollConfig):
                 "evaluations of LabTrainer have no loss, which says nothing about answers: set metric_for_best_model "
                 "to another metric, such as 'pass@1' or 'reward'"
             )
-        samples = self.num_generations_eval or self.num_generations
-        sampled = {f"pass@{k}" for k in (1, samples)} | {f"mean@{samples}", f"maj@{samples}"}
+        samples = self.num_generations_eval or self.num_generations or 1
+        sampled = {"pass@1", f"pass@{samples}", f"mean@{samples}"} | ({f"maj@{samples}"} if samples > 1 else set())
         metric = (self.metric_for_best_model or "").removeprefix("eval_")
         if re.fullmatch(r"(pass|mean|maj)@\d+", metric) and metric not in sampled:
             raise ValueError(
@@ -151,9 +152,8 @@ class LabConfig(TrollConfig):
         self._check_evaluation()
         _ = self.critic_settings  # finds wrong ones before training
         if self.critic_kwargs and not (self.own_estimator and self.own_estimator.needs_critic):
-            raise ValueError(
-                f"critic_kwargs has no effect, as advantage_estimator {self.advantage_estimator!r} has no critic: "
-                "leave it out, or set advantage_estimator='gae'"
+            warnings.warn(
+                f"critic_kwargs ignored: advantage_estimator {self.advantage_estimator!r} has no critic", stacklevel=4
             )
         if self.rollout_delay and self.use_vllm:
             raise ValueError(

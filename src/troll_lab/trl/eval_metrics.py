@@ -58,7 +58,7 @@ class EvalMetrics:
         self.start()
 
     def start(self) -> None:
-        """Begins an evaluation, without the verdicts of an interrupted one."""
+        """Begins an evaluation, without the rewards and verdicts of an interrupted one."""
         self._rewards: list[Tensor] = []
         self._verdicts: list[Verdict] = []
         #: The reward `success` of each completion of the last evaluation; None if it could not be judged. Completions

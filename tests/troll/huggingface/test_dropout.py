@@ -45,11 +45,11 @@ def test_disable_dropout_switches_layers_off(layer):
 
 #: The sizes of models that have other names for them.
 SIZES: dict[str, Any] = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
-SIZES |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
+SIZES |= {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_types": [[["global", "local"], 1]]}
 RATES = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2", "falcon", "persimmon"])
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2", "falcon", "persimmon", "gpt_neo"])
 def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     """Two models, with and without dropout, are the same afterwards in every number."""
     numbers = []

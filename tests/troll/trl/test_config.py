@@ -121,8 +121,6 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         (KL_IN_REWARD | {"beta": 0.0, "advantage_estimator": "rloo"}, "beta, which must be above 0, got 0.0"),
         (KL_IN_REWARD, "needs advantage_estimator reinforce_plus_plus, .*_baseline or rloo, got 'group'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo", "updates_per_rollout": 1}, f"needs scores .* {SECOND_UPDATE}"),
-        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "'rloo' has a scale of its own: leave it out"),
-        ({"advantage_estimator": "reinforce_plus_plus", "scale_rewards": False}, "scale_rewards='none' is a part"),
         # Truncated sampling.
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
@@ -311,11 +309,6 @@ def test_truncation_follows_the_sampler_and_the_surrogate(config, settings, kept
     """Its order, too."""
     expected = kept and dataclasses.replace(kept, min_p_first=use_vllm)
     assert config(use_vllm=use_vllm, **settings).truncation == expected
-
-
-def test_a_copy_for_another_anchor_has_its_importance_correction(config):
-    around_engine = config(use_vllm=True, anchor="rollout", per_device_train_batch_size=8)
-    assert dataclasses.replace(around_engine, anchor="old").vllm_importance_sampling_correction
 
 
 def test_a_surrogate_with_terms_of_its_own_follows_the_sampler(config):

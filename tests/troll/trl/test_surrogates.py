@@ -175,3 +175,13 @@ def test_all_surrogates_start_from_the_same_rollout(make):
 
 def test_a_surrogate_without_projection_is_measured_when_due(make):
     assert_measured_when_diagnostics_are_due(make, "clip")
+
+
+def test_a_penalty_on_a_loss_that_cannot_have_one_is_refused(make):
+    def with_penalty(tokens: ScoredTokens, args: Any, own: Any) -> Terms:
+        return Terms(penalty=tokens.new_log_probs)
+
+    with mock.patch.dict(SURROGATES, mine=Surrogate(with_penalty, sets={"loss_type": "sapo"})):
+        trainer = make(surrogate="mine")
+        with pytest.raises(ValueError, match="surrogate 'mine' sets loss_type 'sapo', to which no penalty"):
+            trainer.train()

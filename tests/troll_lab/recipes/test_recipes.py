@@ -67,10 +67,10 @@ def test_a_longer_rollout_moves_only_what_nobody_set(tmp_path, rollout, save_ste
     assert recipes.plain(loaded_again(recipe, tmp_path / "config.yaml")) == recipes.plain(recipe)
 
 
-def test_a_checkpoint_that_may_be_the_best_is_at_an_evaluation() -> None:
+def test_checkpoints_that_may_be_the_best_stay_at_evaluations() -> None:
     best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "pass@1", "--updates_per_rollout", "5"]
     training = recipes.load("quickstart", best).training
-    assert (training.eval_steps, training.save_steps) == (224, 5 * 224)
+    assert (training.eval_steps, training.save_steps) == (224, 224)
 
 
 def test_defaults_end_with_a_rollout_and_a_users_values_stay(mine) -> None:
@@ -296,12 +296,18 @@ def test_numbers_out_of_their_range_are_refused(mine, line: str) -> None:
         recipes.load(mine(f"extends: quickstart\n{line}\n"))
 
 
+@pytest.mark.parametrize("value", ["-1e-3", "-.5", "-.inf", "1e400"])
+def test_words_out_of_their_range_are_refused(value: str) -> None:
+    """Some of which look like flags."""
+    with pytest.raises(RecipeError, match=r"^learning_rate must be "):
+        recipes.load("quickstart", ["--learning_rate", value])
+
+
 def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
     recipe = recipes.load("ppo", ["--task_options.min_terms", "2", "--critic_kwargs.gamma=0.9"])
     options = recipe.task.task_options
     assert isinstance(options, dict) and (options["min_terms"], options["max_terms"]) == (2, 3)
     assert recipe.settings["critic_kwargs"] == {"learning_rate": 3e-4, "gamma": 0.9}
-    assert recipes.load("ppo", ["--advantage_estimator", "rloo"]).training.critic_kwargs is None
     weighted = recipes.load("quickstart", ["--surrogate", "kl_penalty", "--surrogate_kwargs.direction", "new_old"])
     assert weighted.training.own_settings.direction == "new_old"
     assert recipes.load("quickstart", ["--task_options", '{"max_terms": 4}']).task.options == {"max_terms": 4}

@@ -67,10 +67,7 @@ VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwarg
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "evaluations of LabTrainer have no loss"),
         ({"metric_for_best_model": "eval_pass@8", "num_generations_eval": 2}, "one of maj@2, mean@2, pass@1, pass@2$"),
-        (
-            {"critic_kwargs": {"gamma": 0.9}},
-            "critic_kwargs has no effect, as advantage_estimator 'group' has no critic",
-        ),
+        ({"metric_for_best_model": "maj@1", "num_generations_eval": 1}, "one of mean@1, pass@1$"),
         ({**VLLM_TEMPERATURE, "surrogate": "clip"}, "temperature of generation_kwargs would replace eval_temperature"),
         (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),
@@ -108,9 +105,11 @@ def test_the_command_line_sets_fields_of_both_classes(tmp_path):
 
 
 def test_a_warning_names_the_line_that_made_the_configuration(tmp_path):
-    with pytest.warns(UserWarning, match="^epsilon ignored") as caught:
-        config(tmp_path, epsilon=0.1)
-    assert [Path(warning.filename) for warning in caught if "ignored" in str(warning.message)] == [Path(__file__)]
+    with pytest.warns(UserWarning, match="^critic_kwargs ignored: advantage_estimator 'rloo' has no critic") as caught:
+        ignored: dict[str, Any] = {"epsilon": 0.1, "critic_kwargs": {"gamma": 0.9}, "scale_rewards": "batch"}
+        config(tmp_path, advantage_estimator="rloo", **ignored)
+    named = {str(w.message).split()[0]: Path(w.filename) for w in caught if "ignored" in str(w.message)}
+    assert named == dict.fromkeys(ignored, Path(__file__))
 
 
 def test_every_field_has_its_entry_of_the_docstring_as_help():
