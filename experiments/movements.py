@@ -20,7 +20,7 @@ from experiments import figures, tables
 from experiments.rows import Row, read_rows, write_rows
 from troll.files import read_json
 from troll_lab.episodic import config, train
-from troll_lab.episodic.folder import METRICS, SUMMARY
+from troll_lab.episodic.config import METRICS, SUMMARY
 from troll_lab.runs.recorded import read_metrics
 from troll_lab.runs.result import own_commit
 from troll_lab.runs.statistics import paired_difference, seed_mean

@@ -225,7 +225,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from troll_lab.episodic.folder import is_episodic
+    from troll_lab.episodic.config import is_episodic
     from troll_lab.runs.comparison_files import write_comparison
     from troll_lab.runs.recorded import is_comparison
 

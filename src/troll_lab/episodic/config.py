@@ -1,4 +1,4 @@
-"""The settings of a run on movements, from a recipe and the command line."""
+"""The settings of a run on movements, from a recipe and the command line, and the files of its folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from troll_lab.values import NEGATIVE, number, read_yaml, whole_number
 
 FOLDER = Path(__file__).parent / "recipes"
 _READERS: dict[str, Callable[[str], Any]] = {"int": whole_number, "float": number, "str": str}
+#: The files of a run's folder.
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+#: The paths of a few held-out episodes before and after training, and their targets.
+PATHS = "paths.json"
 CHOICES = {"events": ("segments", "episodes"), "constraint": ("trust_region", "clip")}
 
 
@@ -164,3 +168,8 @@ def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
     return text.lower() == "true"
+
+
+def is_episodic(folder: Path) -> bool:
+    """Whether a folder holds a run on movements."""
+    return (folder / PATHS).is_file()

@@ -18,9 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from troll.files import json_text, read_json, write_atomically
-from troll_lab.episodic.config import EpisodicConfig, load
+from troll_lab.episodic.config import CONFIG, METRICS, PATHS, SUMMARY, EpisodicConfig, load
 from troll_lab.episodic.environments import make_task
-from troll_lab.episodic.folder import CONFIG, METRICS, PATHS, SUMMARY
 from troll_lab.episodic.learner import Learner
 from troll_lab.episodic.policy import sample
 from troll_lab.episodic.prodmp import ProDMP

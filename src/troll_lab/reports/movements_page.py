@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from troll.files import read_json, write_atomically
-from troll_lab.episodic.folder import CONFIG, METRICS, PATHS, SUMMARY
+from troll_lab.episodic.config import CONFIG, METRICS, PATHS, SUMMARY
 from troll_lab.reports.curves import Chart, curve_card
 from troll_lab.reports.figures import COLOURS, LIGHT, inline_figure
 from troll_lab.reports.page import Card, render

@@ -11,18 +11,10 @@ class Style:
     Attributes:
         words: The number of words that a completion should have, at least 1.
         tolerance: The largest difference from `words` that still is a success, at least 0.
-
-    Raises:
-        ValueError: If one of them is out of its range.
     """
 
     words: int = 12
     tolerance: int = 2
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("words", self.words, 1), ("tolerance", self.tolerance, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
     def score(self, text: str) -> float:
         """The mean of the scores for length, variety and end, in [0, 1]."""

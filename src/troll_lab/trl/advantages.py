@@ -43,11 +43,6 @@ def with_critic(trainer: Any, critic: Critic, rolled_out: dict[str, Any]) -> dic
     return rolled_out | {"advantages": advantages, VALUES: values, RETURNS: returns, VALUE_MASK: counted}
 
 
-def train_critic(critic: Critic, inputs: dict[str, Any]) -> None:
-    """Runs a critic forward and backward on a micro-batch."""
-    critic.train_on(*sequences(inputs), inputs[RETURNS], inputs[VALUES], inputs[VALUE_MASK])
-
-
 def with_token_rewards(trainer: Any, of_tokens: TokenAdvantages, rolled_out: dict[str, Any]) -> dict[str, Any]:
     """A rollout with the (B, T) advantages of its tokens' rewards; TRL's table shows a completion's mean advantage.
 

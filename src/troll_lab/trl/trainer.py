@@ -13,8 +13,9 @@ from transformers.trainer_utils import has_length
 
 from troll.trl import TrollTrainer, checks
 from troll.trl.micro_batch import OldPolicy
+from troll.trl.seam import sequences
 from troll_lab.trl import seam
-from troll_lab.trl.advantages import train_critic, with_critic, with_token_rewards
+from troll_lab.trl.advantages import RETURNS, VALUE_MASK, VALUES, with_critic, with_token_rewards
 from troll_lab.trl.callback import LabCallback
 from troll_lab.trl.checkpoints import marked, resolved
 from troll_lab.trl.config import LabConfig
@@ -127,7 +128,7 @@ class LabTrainer(TrollTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Overrides the parent: trains the critic on the same micro-batch."""
         if self.model.training and self.critic is not None:
-            train_critic(self.critic, inputs)
+            self.critic.train_on(*sequences(inputs), inputs[RETURNS], inputs[VALUES], inputs[VALUE_MASK])
         return super()._compute_loss(model, inputs)
 
     # Evaluation

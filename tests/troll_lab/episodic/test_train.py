@@ -11,8 +11,7 @@ from rich.console import Console
 pytest.importorskip("mujoco")
 
 from troll_lab.episodic import train as module
-from troll_lab.episodic.config import EpisodicConfig
-from troll_lab.episodic.folder import is_episodic
+from troll_lab.episodic.config import EpisodicConfig, is_episodic
 from troll_lab.episodic.train import train
 from troll_lab.reports.movements_page import write_report
 

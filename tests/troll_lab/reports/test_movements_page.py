@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.pages import Page, check_page
-from troll_lab.episodic.folder import CONFIG, METRICS, PATHS, SUMMARY, is_episodic
+from troll_lab.episodic.config import CONFIG, METRICS, PATHS, SUMMARY, is_episodic
 from troll_lab.reports.movements_page import write_report
 
 
