@@ -330,8 +330,8 @@ def third_runs(found: third_analysis.Contest, former: Contest | None) -> str:
     return f"*{found.regime.name}: {status}.*\n\n{table([*head, *(f'rates {each}' for each in names)], lines)}"
 
 
-#: The rollouts of `third_course`.
-COURSE = (1, 2, 3, 5, 10, 20, 40)
+#: The rollouts of `third_course`, as far as a run has them.
+COURSE = (1, 2, 3, 5, 10, 15, 20, 40)
 
 
 def third_course(found: third_analysis.Contest) -> str:
@@ -341,12 +341,14 @@ def third_course(found: third_analysis.Contest) -> str:
         found: The counted runs of a regime.
     """
     lines = []
+    longest = max((len(run.curve) for runs in found.runs.values() for run in runs.values()), default=COURSE[-1])
+    rollouts = [rollout for rollout in COURSE if rollout <= longest]
     for method in found.regime.methods:
         for arm in found.at(method):
             runs = list(found.runs[arm].values())
             name = f"at {rate_text(arm.rate)}" if arm.target is None else f"from {rate_text(arm.rate)}"
-            lines.append([second.METHODS[method].name, name, *(_course(runs, rollout) for rollout in COURSE)])
-    return table(["", "rate", *(f"rollout {rollout}" for rollout in COURSE)], lines)
+            lines.append([second.METHODS[method].name, name, *(_course(runs, rollout) for rollout in rollouts)])
+    return table(["", "rate", *(f"rollout {rollout}" for rollout in rollouts)], lines)
 
 
 def _course(runs: Sequence[Result], rollout: int) -> str:
