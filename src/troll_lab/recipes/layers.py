@@ -140,6 +140,11 @@ def _check_layer(path: Path, own: dict[str, Any], axes: Any) -> None:
     for name, values in axes.items():
         if any(isinstance(value, list) for value in values):
             raise RecipeError(f"{path}: grid cannot hold lists, and {name} has one: write a recipe for each of them")
+    for name, (_, owned) in OWNERS.items():
+        if name in axes and owned in own:
+            raise RecipeError(
+                f"{path}: {owned} are of one {name}, and the grid has several: write {owned}.NAME: [value] into grid"
+            )
     if both := sorted(set(own) & set(axes)):
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
 

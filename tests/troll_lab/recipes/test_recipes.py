@@ -237,6 +237,10 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
         ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
         ("grid: {reward_weights: [[1.0, 0.5], [1.0, 1.0]]}", "grid cannot hold lists, and reward_weights has one"),
         ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
+        (
+            "surrogate_kwargs: {weight: 0.3}\ngrid: {surrogate: [kl_penalty, clip]}",
+            "write surrogate_kwargs.NAME: .value. into grid",
+        ),
         ("kl_bound: 0.1\nkl_bound: 0.2", "found duplicate key in line 2, column 1: kl_bound: 0.2"),
         ("kl_bound: [0.1, 0.2]", r"kl_bound takes one value, got a list: .* write grid: \{kl_bound: \[0\.1, 0\.2\]\}"),
     ],
