@@ -89,8 +89,7 @@ def test_config_refuses_settings_that_do_not_go_together(tmp_path, settings, mes
 
 
 def test_a_configuration_can_be_copied(tmp_path):
-    critic = {"advantage_estimator": "gae", "critic_kwargs": {"gamma": 0.9}}
-    args = config(tmp_path, **critic, rollout_delay=1, eval_temperature=0.5)
+    args = config(tmp_path, critic_kwargs={"gamma": 0.9}, resampling_rounds=1, eval_temperature=0.5)
     copy = replace(args, learning_rate=1e-5)
     for name in LabConfig.__annotations__:
         assert getattr(copy, name) == getattr(args, name), name
