@@ -8,11 +8,11 @@ A template is a page's prose. Between double braces stands what the data fill in
 `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any;
 `{{second TABLE}}`, the runs of a regime of the second part, and `{{second hypotheses}}`;
 `{{third TABLE}}`, the runs of a regime of the third part, `{{course TABLE}}`, their rates and successes in training,
-`{{third hypotheses}}`, `{{third dial}}`, `{{third predictions}}` and `{{third laws}}`; and within a sentence
-`{{third size}}`, how many of its runs there are,
+`{{third hypotheses}}`, `{{third contrasts}}`, `{{third dial}}`, `{{third predictions}}` and `{{third laws}}`; and
+within a sentence `{{third size}}`, how many of its runs there are,
 `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
 rates or, with ` @ RATE`, at one. In the second part a regime is a table's name, and methods are the keys of
-`second.METHODS`.
+`second.METHODS`; `others-a` is `second-a` with the third part's runs of the same configurations, so on more seeds.
 """
 
 from __future__ import annotations
@@ -103,6 +103,10 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     primary = primary_sections(first, folder)
     contests = {name: second_analysis.contest(name, rows.get(name, ())) for name in second.REGIMES}
     targeted = {name: third_analysis.contest(name, rows.get(name, ())) for name in third.REGIMES}
+    others = {
+        former.replace("second", "others"): third_analysis.OtherSeeds(contests[former], targeted[name])
+        for name, former in third.FORMER.items()
+    }
     explored = exploratory_sections(first)
     asked = {" ".join(key.split()) for template in templates.values() for key in _PLACEHOLDER.findall(template)}
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
@@ -122,6 +126,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         "second hypotheses": lambda: [tables.second_hypotheses(contests)],
         "third hypotheses": lambda: [tables.third_hypotheses(targeted)],
         "third dial": lambda: [tables.third_dial(third_analysis.dials(targeted["third-a"], rows.get(third.DIAL, ())))],
+        "third contrasts": lambda: [tables.third_contrasts(targeted.values())],
         "third predictions": lambda: [tables.third_predictions(contests)],
         "third laws": lambda: [tables.third_laws(contests)],
         "signal": lambda: [tables.signal(_measured(folder, "signal"))],
@@ -168,6 +173,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
             return _block(key, blocks[key]())
         if kind in REGIMES:
             return _number(kind, primary[kind], METHODS, name)
+        if kind in others:
+            return _number(kind, others[kind], second.METHODS, name)
         if kind in second.REGIMES:
             return _number(kind, contests[kind], second.METHODS, name)
         raise ValueError(f"the template asks for {{{{{key}}}}}, which is unknown: experiments/page.py has the list")
@@ -207,7 +214,9 @@ def _figure(name: str, drawing: figures.Drawing, pages: Pages) -> str:
     return f"![{drawing.caption}; the numbers are in the tables](../results/{name}.svg)"
 
 
-def _number(regime: str, section: Section | Contest, known: Collection[str], wanted: str) -> str:
+def _number(
+    regime: str, section: Section | Contest | third_analysis.OtherSeeds, known: Collection[str], wanted: str
+) -> str:
     """A success, or a difference with its interval."""
     names, _, rate = wanted.partition(" @ ")
     first, minus, other = names.partition(" - ")

@@ -311,6 +311,8 @@ def third_size(contests: Iterable[third_analysis.Contest]) -> str:
 def third_runs(found: third_analysis.Contest, former: Contest | None) -> str:
     """Success of each method from each start and at its constant rate, next to what was predicted, and the rates.
 
+    The last columns have the difference that each start makes to the constant rate, in points.
+
     Args:
         found: The counted runs of a regime.
         former: The second part's runs of the regime, from which the prediction is; None if it has none.
@@ -323,11 +325,27 @@ def third_runs(found: third_analysis.Contest, former: Contest | None) -> str:
         line = [second.METHODS[method].name, *map(_cell, starts), _cell(constant), rate_text(arms[-1].rate)]
         if former is not None:
             line.append(_predicted(predictions.predict(found.table, method, wanted, former)))
-        lines.append([*line, *map(_late_rates, starts)])
+        lines.append([*line, *map(_late_rates, starts), *map(difference, found.changes(method))])
     names = [f"from {rate_text(start)}" for start in found.regime.starts]
     head = ["", *names, "constant rate", "which", *(["predicted rate and success"] if former is not None else [])]
     status = f"{found.size} of {found.planned} counted runs" + ("" if found.complete else "; interim")
-    return f"*{found.regime.name}: {status}.*\n\n{table([*head, *(f'rates {each}' for each in names)], lines)}"
+    head += [*(f"rates {each}" for each in names), *(f"{each}, minus constant" for each in names)]
+    return f"*{found.regime.name}: {status}.*\n\n{table(head, lines)}"
+
+
+def third_contrasts(contests: Iterable[third_analysis.Contest]) -> str:
+    """TROLL minus each other method in each regime, with the target and at the constant rates, in points."""
+    lines = [
+        [
+            found.regime.name.partition(" ")[0],
+            second.METHODS[method].name,
+            *(difference(paired_difference(of("troll"), of(method))) for of in (found.targeted, found.finals)),
+        ]
+        for found in contests
+        for method in found.regime.methods
+        if method != "troll"
+    ]
+    return table(["regime", "TROLL minus", "with the target", "at the constant rates"], lines)
 
 
 #: The rollouts of `third_course`, as far as a run has them.

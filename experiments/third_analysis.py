@@ -9,13 +9,13 @@ from typing import Literal
 
 from scipy import stats
 
-from experiments import second, third
+from experiments import second, second_analysis, third
 from experiments.inference import equivalence_p_value, holm
 from experiments.protocol import LEVEL, MARGIN, Phase
 from experiments.second_analysis import value_of
 from experiments.table import Result
 from experiments.third import Arm
-from troll_lab.runs.statistics import SeedMean, seed_mean
+from troll_lab.runs.statistics import SeedMean, paired_difference, seed_mean
 
 Verdict = Literal["holds", "refuted", "open"]
 
@@ -61,6 +61,18 @@ class Contest:
         """A method's arms: from each start, the lowest first, and at its constant rate."""
         return [arm for arm in self.runs if arm.method == method]
 
+    def finals(self, method: str) -> dict[int, float]:
+        """A method's final success at its constant rate, by seed."""
+        return {seed: run.success_after for seed, run in self.runs[self.at(method)[-1]].items()}
+
+    def targeted(self, method: str) -> dict[int, float]:
+        """A method's final success with the target, the mean over starts, for each seed that has them all."""
+        starts = [self.runs[arm] for arm in self.at(method)[:-1]]
+        return {
+            seed: fmean(runs[seed].success_after for runs in starts)
+            for seed in sorted(set.intersection(*map(set, starts)))
+        }
+
     def start_differences(self, methods: Iterable[str]) -> list[float]:
         """Success from the high start minus that from the low one, the mean over methods, for each complete seed."""
         return self._differences(methods, lambda starts, _: starts[-1] - starts[0])
@@ -68,6 +80,14 @@ class Contest:
     def control_differences(self, methods: Iterable[str]) -> list[float]:
         """Success with the target, the mean over starts, minus that at the constant rate; the mean over methods."""
         return self._differences(methods, lambda starts, constant: fmean(starts) - constant)
+
+    def changes(self, method: str) -> list[SeedMean | None]:
+        """Success with the target minus that at the constant rate, from each start, the lowest first."""
+        constant = self.finals(method)
+        return [
+            paired_difference({seed: run.success_after for seed, run in self.runs[arm].items()}, constant)
+            for arm in self.at(method)[:-1]
+        ]
 
     def _differences(
         self, methods: Iterable[str], difference: Callable[[Sequence[float], float], float]
@@ -77,6 +97,34 @@ class Contest:
             return difference(starts, constant)
 
         return [fmean(of(method, seed) for method in methods) for seed in self.seeds]
+
+
+@dataclass(frozen=True)
+class OtherSeeds:
+    """The second part's counted runs of a regime, and the third part's of the same configurations on more seeds.
+
+    Attributes:
+        former: Those of the second part.
+        added: Those of the third part.
+    """
+
+    former: second_analysis.Contest
+    added: Contest
+
+    @property
+    def mark(self) -> str:
+        """What follows one of its numbers while runs are missing."""
+        return "" if self.former.complete and self.added.complete else " (interim)"
+
+    def finals(self, method: str, rate: float | None = None) -> dict[int, float]:
+        """A method's final success by seed, at its best rate.
+
+        Raises:
+            ValueError: If a rate is asked for: the third part has one for each method.
+        """
+        if rate is not None:
+            raise ValueError(f"the runs on other seeds are those at the best rates; at {rate:g} there are none")
+        return {**self.former.finals(method), **self.added.finals(method)}
 
 
 def contest(table: str, rows: Sequence[Result]) -> Contest:
