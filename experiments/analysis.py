@@ -352,7 +352,7 @@ def _primary(regime: str, rows: Sequence[Result], folder: Path) -> Section:
         if method.label != METHODS.get(method.surrogate):
             raise ValueError(
                 f"{regime}: counted runs of {method.surrogate} differ in their settings ({method.label}); "
-                "collect those that only explore with --exploratory, into another table"
+                "collect those that only explore into another table, with --phase exploratory"
             )
     section = Section(regime, methods, tuning, [])
     if unplanned := set(section.rates) - section.planned_rates:

@@ -213,6 +213,8 @@ def _verdicts(run: Run, success: float, folder: Path) -> tuple[int, str, str]:
     order = evaluation_order(len(verdicts), run.seed)
     if found.get("row", order) != order:  # the first runs did not write it
         raise ValueError(f"{path}: its rows are not in the order of an evaluation with seed {run.seed}")
+    if None in verdicts:
+        raise ValueError(f"{path}: {verdicts.count(None)} completions could not be judged, so the success is not known")
     if found.get("step") != run.summary.get("success_after_step"):
         raise ValueError(f"{path} is of step {found.get('step')}, not of the last evaluation")
     if not math.isclose(sum(verdicts) / len(verdicts), success, abs_tol=1e-6):

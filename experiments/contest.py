@@ -57,6 +57,11 @@ class Contestant(Method):
         return seed_mean(list(self.finals.values())) if self.finals else None
 
     @property
+    def left_out(self) -> list[int]:
+        """The seeds that have no result at one of the learning rates, and so none when tuned."""
+        return sorted({seed for finals in self._finals.values() for seed in finals} - self.finals.keys())
+
+    @property
     def range(self) -> tuple[float, float] | None:
         """The learning rates within 90 % of the best result; None without a choice, or if every result is 0."""
         if len(self.means) < 2 or min(self.means.values()) < 0 or max(self.means.values()) == 0:
@@ -65,7 +70,7 @@ class Contestant(Method):
 
     @property
     def _finals(self) -> dict[float, dict[int, float]]:
-        return {rate: group.finals for rate, group in self.groups.items()}
+        return {rate: group.finals for rate, group in self.groups.items() if group.finals}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,10 @@ def contestants(comparison: Comparison) -> list[Contestant]:
     found: dict[tuple[Row, str], dict[float, Group]] = {}
     for group in comparison.groups:
         row = tuple(entry for entry in group.row if entry[0] != RATE)
-        rate = float(dict(group.row).get(RATE, "nan"))
+        named = dict(group.row).get(RATE, "nan")
+        if named == "default":
+            raise ValueError("some of the runs name their learning_rate and some have its default: name it in all")
+        rate = float(named)
         found.setdefault((row, group.surrogate), {})[rate] = group
     measure = comparison.measure
     return [Contestant(row, name, measure, dict(sorted(groups.items()))) for (row, name), groups in found.items()]

@@ -53,7 +53,8 @@ def write_contest(paths: Sequence[Path], folder: Path, choices: Sequence[Mapping
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "contest.json", json_text(content, indent=2) + "\n")
     page = folder / "contest.html"
-    write_atomically(page, contest_html(methods, found, choices, left_out(comparison)))
+    seeds = [f"{one.label}: {_seeds(one.left_out)}" for one in methods if one.left_out]
+    write_atomically(page, contest_html(methods, found, choices, [*left_out(comparison), *seeds]))
     return page
 
 
@@ -78,6 +79,10 @@ def contest_html(
         choices=_choice_table(choices),
         unfinished=unfinished,
     )
+
+
+def _seeds(left_out: Sequence[int]) -> str:
+    return f"seeds without a result at each learning rate are left out: {', '.join(map(str, left_out))}."
 
 
 def _contrast_table(found: Sequence[Contrast[Contestant]]) -> pd.DataFrame:

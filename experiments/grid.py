@@ -38,7 +38,14 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
 
 
 def make(
-    planned: Sequence[PlannedRun], table: Path, phase: Phase, folder: Path, jobs: int | None, command: str
+    planned: Sequence[PlannedRun],
+    table: Path,
+    phase: Phase,
+    folder: Path,
+    jobs: int | None,
+    command: str,
+    *,
+    whole: bool = False,
 ) -> tuple[Outcome, int]:
     """Makes those runs of a list that are not in a table, and adds them to it, even if they are interrupted.
 
@@ -52,6 +59,8 @@ def make(
         folder: The folder of the runs.
         jobs: The number of runs at once; None for the machine's default.
         command: The command that made them, for the page.
+        whole: Whether all runs are made if the table lacks one, as of one commit on one machine. Finished ones in
+            `folder` stay as they are.
 
     Returns:
         The outcome of the runs, and how many were added to the table or replaced in it.
@@ -61,6 +70,8 @@ def make(
         ValueError: If the table is malformed, or a run does not fit it.
     """
     console, waiting = Console(), missing(planned, table, folder)
+    if whole and waiting:
+        waiting = list(planned)
     say(console, f"{len(planned)} runs, of which {table} has {len(planned) - len(waiting)} from elsewhere")
     if not waiting:
         return "finished", 0

@@ -111,7 +111,7 @@ def outcome(rows: Sequence[Row], weights: Mapping[str, str], seeds: Sequence[int
         lines.append([label, tables.success(found[0]), length(found[1])])
     less = [paired_difference(counted(first, measure), counted(second, measure)) for measure in MEASURES]
     assert less[1] is not None
-    lines.append(["the first minus the second, in points", tables.difference(less[0]), length(less[1])])
+    lines.append(["the first minus the second (points; tokens)", tables.difference(less[0]), length(less[1])])
     return markdown_table(["", "held-out success, %", "tokens an answer"], lines)
 
 

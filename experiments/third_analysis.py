@@ -144,11 +144,12 @@ def runs_of(table: str, rows: Sequence[Result], phase: Phase) -> dict[Arm, dict[
     """The runs of a table by arm and seed, with every arm of the protocol.
 
     Raises:
-        ValueError: If the protocol does not have a run.
+        ValueError: If the protocol does not have a run, or the runs of a seed are of several commits or machines.
     """
     name, seeds = third.TABLES[table]
     runs: dict[Arm, dict[int, Result]] = {arm: {} for arm in third.arms(table)}
     common: dict[tuple[str, bool], dict[str, str]] = {}  # the settings that the protocol does not change
+    origins: dict[int, tuple[str, str, str]] = {}
     for row in rows:
         arm = next((arm for arm in runs if _is_of(row, third.REGIMES[name], arm)), None)
         if arm is None or row.phase != phase or row.seed not in seeds:
@@ -162,6 +163,12 @@ def runs_of(table: str, rows: Sequence[Result], phase: Phase) -> dict[Arm, dict[
             raise ValueError(
                 f"{table}: two runs of {row.surrogate} at {row.learning_rate:g} with seed {row.seed}, or settings in "
                 f"which the protocol's runs do not differ: {others}"
+            )
+        origin = (row.commit, row.machine, row.versions)
+        if origins.setdefault(row.seed, origin) != origin or not row.commit or row.commit.endswith("+"):
+            raise ValueError(
+                f"{table}: the runs of seed {row.seed} are not of one commit on one machine, but of "
+                f"{' '.join(origins[row.seed])} and {' '.join(origin)}: make the seed anew"
             )
         runs[arm][row.seed] = row
     return runs

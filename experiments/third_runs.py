@@ -20,6 +20,8 @@ RIVAL = "experiments.rival_rate"
 def run(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tuple[Outcome, int]:
     """Makes the runs of a regime that its table lacks, one seed after the other, and adds each seed's when it is done.
 
+    A seed of which the table has only a part begins anew, unless its folder is here.
+
     Args:
         table: One of the third part's tables, by its name; made if it does not exist.
         seeds: The seeds, in the order of the runs; all of the table if there are none.
@@ -43,7 +45,7 @@ def run(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tu
     command = shlex.join(["python", "-m", "experiments", "third", str(table)])
     for seed in seeds or known:
         planned = [planned_run(regime, arm, seed, rival) for arm in third.arms(table.stem)]
-        outcome, added = grid.make(planned, table, phase, output / f"seed-{seed}", jobs, command)
+        outcome, added = grid.make(planned, table, phase, output / f"seed-{seed}", jobs, command, whole=True)
         total += added
         if outcome != "finished":
             return outcome, total

@@ -116,13 +116,16 @@ def test_collect_takes_what_the_folder_says(tmp_path: Path) -> None:
     assert table.read_csv(csv) == [replace(row, verdicts="", questions="")]
 
 
-def test_collect_refuses_verdicts_in_another_order(tmp_path: Path) -> None:
+def test_collect_refuses_verdicts_in_another_order_or_missing(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     order, path = table.evaluation_order(4, seed=0), run / "verdicts.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order}))
     assert collect([run], tmp_path / "new.csv", phase="exploratory") == (1, 0)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order[::-1]}))
     with pytest.raises(ValueError, match="not in the order of an evaluation with seed 0"):
+        collect([run], tmp_path / "new.csv", phase="exploratory")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"row": order, "success": [1, None, 0, 1]}))
+    with pytest.raises(ValueError, match="1 completions could not be judged"):
         collect([run], tmp_path / "new.csv", phase="exploratory")
 
 
@@ -222,15 +225,17 @@ def test_make_adds_what_a_table_lacks_even_if_interrupted(tmp_path: Path, monkey
         (folder / "compare.json").write_text(json.dumps(manifest))
         return "interrupted"
 
-    def make(seed: str, folder: str) -> tuple[str, int]:
+    def make(seed: str, folder: str, whole: bool = False) -> tuple[str, int]:
         axes = {"surrogate": ["clip"], "epsilon": ["0.1", "0.3"], "learning_rate": ["3e-4"], "seed": [seed]}
         planned = expand([str(RECIPES / f"{REGIME}.yaml")], axes)
-        return grid.make(planned, csv, "tuning", tmp_path / folder, None, "a command")
+        return grid.make(planned, csv, "tuning", tmp_path / folder, None, "a command", whole=whole)
 
     monkeypatch.setattr(grid, "compare", compare)
     csv = tmp_path / "results.csv"
     made = [make(seed, f"again-{number}") for number, seed in enumerate(("0", "1", "0"))]
     assert made == [("interrupted", 1)] * 3 and asked == [[0, 0], [1, 1], [0]]
+    make("1", "whole", whole=True)
+    assert asked[3:] == [[1, 1]]
     found = [(row.seed, dict(row.settings)["epsilon"]) for row in table.read_csv(csv)]
     assert found == [(0, "0.1"), (1, "0.1"), (0, "0.3")]
     assert make("0", "again") == ("finished", 0)

@@ -89,6 +89,34 @@ def test_write_contest_names_unfinished_runs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "contest.json").read_text())["unfinished"] == ["troll-2"]
 
 
+def test_write_contest_names_seeds_without_a_result_at_each_rate(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{surrogate}-{rate}-{seed}", surrogate, seed, 0.1 * seed, learning_rate=rate)
+        for surrogate in ("troll", "clip")
+        for rate in (1e-4, 1e-3)
+        for seed in range(4)
+    ]
+    for failed in ("troll-0.001-3", *(f"clip-0.001-{seed}" for seed in range(4))):
+        summary = tmp_path / failed / "summary.json"
+        summary.write_text(json.dumps({**json.loads(summary.read_text()), "success_after": None}))
+    troll, clip = contestants(Comparison(read_runs(runs)))
+    assert (troll.left_out, sorted(troll.finals), clip.left_out, sorted(clip.finals)) == (
+        [3],
+        [0, 1, 2],
+        [],
+        [0, 1, 2, 3],
+    )
+    page = Page(write_contest(runs, tmp_path))
+    assert "troll: seeds without a result at each learning rate are left out: 3." in page.text
+
+
+def test_contestants_want_a_rate_from_all_or_none(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "troll", 0, 0.5, learning_rate=1e-4)
+    write_run(tmp_path / "b", "troll", 1, 0.5)
+    with pytest.raises(ValueError, match="name it in all"):
+        contestants(Comparison(read_runs([tmp_path / "a", tmp_path / "b"])))
+
+
 def test_write_contest_names_what_a_tuning_chose(tmp_path: Path) -> None:
     for name, surrogate, bound in (("a", "troll", 0.01), ("b", "regression", 0.2)):
         write_run(tmp_path / name, surrogate, 0, 0.5, kl_bound=bound)

@@ -95,7 +95,8 @@ def test_each_planned_run_is_known_by_its_row() -> None:
 def test_run_makes_whole_seeds_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     made: list[tuple[int, int, str, str]] = []
 
-    def make(planned: list[PlannedRun], csv: Path, phase: Phase, folder: Path, *_: Any) -> tuple[str, int]:
+    def make(planned: list[PlannedRun], csv: Path, phase: Phase, folder: Path, *_: Any, whole: bool) -> tuple[str, int]:
+        assert whole
         (seed,) = {run.recipe.training.seed for run in planned}
         made.append((seed, len(planned), phase, folder.name))
         return "interrupted" if seed == 43 else "finished", len(planned)
@@ -117,6 +118,18 @@ def test_run_makes_whole_seeds_until_it_is_interrupted(tmp_path: Path, monkeypat
 def test_run_refuses_what_the_protocol_has_not(tmp_path: Path, name: str, seeds: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         third_runs.run(tmp_path / f"{name}.csv", seeds, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "origin"),
+    [(1, {"commit": "9876543210"}), (1, {"machine": "1 x NVIDIA H200"}), (2, {"commit": ""}), (2, {"commit": "01+"})],
+)
+def test_contest_refuses_a_seed_of_several_commits_or_machines(changed: int, origin: dict[str, Any]) -> None:
+    found = [row for row in rows("third-a") if row.seed == 40][:2]
+    assert third_analysis.contest("third-a", found).size == 2
+    found[:changed] = [replace(row, **origin) for row in found[:changed]]
+    with pytest.raises(ValueError, match="seed 40 are not of one commit on one machine"):
+        third_analysis.contest("third-a", found)
 
 
 @pytest.mark.parametrize(

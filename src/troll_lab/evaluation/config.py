@@ -81,6 +81,11 @@ class EvaluationConfig:
             raise EvaluationError(
                 f"temperature 0 gives the same completion {self.samples} times: use samples=1, or a temperature above 0"
             )
+        if temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise EvaluationError(
+                "temperature 0 is greedy, where top_p and top_k have no effect: set a temperature above 0, or neither "
+                "of them"
+            )
         if not self.tasks:
             raise EvaluationError("no task: name one with --task")
         count, name = max((count, name) for name, count in Counter(slug(task.task) for task in self.tasks).items())

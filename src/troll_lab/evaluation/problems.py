@@ -67,11 +67,14 @@ class Problems:
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
         ]
+        scores = self.reward(prompts=prompts, completions=written, **columns)
+        if outside := [score for score in scores if score is not None and not 0 <= score <= 1]:
+            raise EvaluationError(f"task {self.name!r}: a score must be between 0 and 1, got {outside[0]}")
         return [
             Verdict(None, None, "unscored: the reward function returned None")
             if score is None
             else Verdict(float(score), None, "correct" if score == 1 else "wrong")
-            for score in self.reward(prompts=prompts, completions=written, **columns)
+            for score in scores
         ]
 
 

@@ -18,10 +18,12 @@ from troll_lab.reports.page import Card, Section, render
 from troll_lab.runs.comparison import Comparison, Group, panels, row_label
 from troll_lab.runs.comparison_tables import (
     DIFFERENCE_UNITS,
+    ROUNDING,
     cell,
     difference,
     formatted,
     interval_of,
+    is_constant,
     left_out,
     plain_difference,
     result_interval,
@@ -113,6 +115,11 @@ def _headline(comparison: Comparison) -> tuple[str, str]:
     for one in found:
         interval = interval_of(one.estimate)
         first, second = short_name(one.first, members), short_name(one.second, members)
+        if interval is None and is_constant(one.estimate) and abs(one.estimate.mean) >= ROUNDING:
+            ahead, behind = (first, second) if one.estimate.mean > 0 else (second, first)
+            by = formatted(abs(one.estimate.mean), measure)
+            clear.append(f"{ahead} is ahead of {behind} by {by}{DIFFERENCE_UNITS[measure]}, the same for every seed")
+            continue
         if interval is None or interval[0] <= 0 <= interval[1]:
             unclear.append(f"{first} − {second} {plain_difference(one.estimate, measure)}{DIFFERENCE_UNITS[measure]}")
             continue

@@ -19,7 +19,7 @@ DIFFERENCE_UNITS: dict[Measure, str] = {"success": " points", "reward": ""}
 _IN_UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
 _IN_DIFFERENCE_UNITS: dict[Measure, str] = {"success": "in percentage points", "reward": "in units of the reward"}
 
-_ROUNDING = 1e-12  # equal differences differ by this much
+ROUNDING = 1e-12  # equal differences differ by this much
 
 
 def cell(group: Group | None) -> str:
@@ -42,12 +42,12 @@ def difference(estimate: SeedMean, measure: Measure) -> str:
     shown = f"{plain_difference(estimate, measure)} ({estimate.size})"
     if not is_constant(estimate):
         return shown
-    return f"{shown}, no seed differs" if abs(estimate.mean) < _ROUNDING else f"{shown}, the same for every seed"
+    return f"{shown}, no seed differs" if abs(estimate.mean) < ROUNDING else f"{shown}, the same for every seed"
 
 
 def plain_difference(estimate: SeedMean, measure: Measure) -> str:
     """A difference with its interval."""
-    mean = 0.0 if abs(estimate.mean) < _ROUNDING else estimate.mean
+    mean = 0.0 if abs(estimate.mean) < ROUNDING else estimate.mean
     ends = [formatted(end, measure, sign="+") for end in interval_of(estimate) or ()]
     interval = f" [{', '.join(ends)}]" if ends else ""
     return f"{formatted(mean, measure, sign='+' if mean else '')}{interval}"
@@ -55,7 +55,7 @@ def plain_difference(estimate: SeedMean, measure: Measure) -> str:
 
 def is_constant(estimate: SeedMean) -> bool:
     """Whether several seeds have the same value, which leaves no interval."""
-    return estimate.spread is not None and estimate.spread < _ROUNDING
+    return estimate.spread is not None and estimate.spread < ROUNDING
 
 
 def interval_of(estimate: SeedMean) -> Interval | None:

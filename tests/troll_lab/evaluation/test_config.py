@@ -14,6 +14,8 @@ from troll_lab.tasks import TaskConfig
         ({"ks": [1, 4]}, "k must be between 1 and samples=3, got 4"),
         ({"ks": [0]}, "k must be between 1 and samples=3, got 0"),
         ({"temperature": 0.0}, "temperature 0 gives the same completion 3 times: use samples=1"),
+        ({"samples": 1, "top_p": 0.9}, "top_p and top_k have no effect"),
+        ({"samples": 1, "top_k": 5}, "top_p and top_k have no effect"),
         ({"temperature": -0.5}, "temperature must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
         ({"temperature": float("inf")}, "temperature must be at least 0 and finite"),

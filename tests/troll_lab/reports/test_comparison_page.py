@@ -100,6 +100,7 @@ def test_the_page_is_self_contained_and_says_everything(written: Path) -> None:
         ([0.5, 0.5, 0.51], "troll is ahead of clip by 29.7 points [28.2, 31.1]"),
         ([0.9, 0.91, 0.9], "clip is ahead of troll by 10.3 points [8.9, 11.8]"),
         ([0.7, 0.81, 0.9], "No clear difference troll − clip −0.3 [−25.2, +24.5] points"),
+        ([0.5, 0.5, 0.5], "troll is ahead of clip by 30.0 points, the same for every seed"),
         ([0.8, 0.8, 0.8], "No clear difference troll − clip 0.0 points"),
         ([0.5], "No verdict from a single seed"),
     ],
