@@ -28,7 +28,7 @@ INSIDE = Path(__file__).parent / "inside"
 #: get one thread, and the allocator one arena, because both reserve address space for each.
 ENVIRONMENT = {
     "HOME": "/tmp",
-    "LANG": "C.UTF-8",
+    "LANG": "C",
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -42,8 +42,17 @@ def _after_hashes(text: str) -> str | None:
     answer = (display[1] if display else text[last.end() :].partition("\n")[0]).strip()
     if text[: last.start()].endswith("*"):  # `**#### 42**`
         return answer.rstrip("*")
+    return _plain(answer)
+
+
+def _plain(answer: str) -> str:
     emphasis = _EMPHASIS.fullmatch(answer)
     return emphasis[2] + emphasis[3] if emphasis else answer
+
+
+def _tagged_plainly(text: str) -> str | None:
+    answer = tagged(text)
+    return None if answer is None else _plain(answer.strip())
 
 
 def tagged(text: str) -> str | None:
@@ -70,7 +79,7 @@ _FORMATS: dict[AnswerFormat, _Format] = {
         'Reason step by step, and end with a line "#### " followed by the final answer alone.', "#### %s", _after_hashes
     ),
     "tag": _Format(
-        "Reason step by step, and put the final answer in <answer></answer>.", "<answer>%s</answer>", tagged
+        "Reason step by step, and put the final answer in <answer></answer>.", "<answer>%s</answer>", _tagged_plainly
     ),
 }
 
@@ -95,7 +104,7 @@ def final_answer(text: str, answer_format: AnswerFormat = "boxed") -> str | None
 
     - `boxed`: the content of `\boxed{...}` with its braces balanced. Of nested boxes the outermost counts.
     - `hash`: the text after `####` on its line, without emphasis (`#### **42**`), or the display that starts there.
-    - `tag`: the text between `<answer>` and `</answer>`.
+    - `tag`: the text between `<answer>` and `</answer>`, without emphasis.
 
     In every format, an answer that is only a box, in `$` or not, counts as the content of that box.
 

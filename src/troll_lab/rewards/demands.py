@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 
 from troll_sandbox.cases import CodeTests
@@ -60,7 +61,31 @@ def _reason(node: ast.AST, theirs: set[str], held: set[str], own: set[str]) -> s
         return "the program's code is inspected"
     if isinstance(node, ast.Call) and _root(node.func) in theirs and _passes(node, held, own):
         return "the program is passed an object of a class of the tests"
-    return "what the program prints or reads is replaced" if _is_stream(node) else None
+    if _is_stream(node):
+        return "what the program prints or reads is replaced"
+    return _changed_state(node)
+
+
+def _changed_state(node: ast.AST) -> str | None:
+    """What the tests change in their own process, which a program in another one does not see."""
+    if isinstance(node, ast.Subscript):
+        is_read = isinstance(node.ctx, ast.Load) or ast.unparse(node.value) != "os.environ"
+        return None if is_read else "the environment is changed"
+    if not isinstance(node, ast.Call):
+        return None
+    function, given = ast.unparse(node.func), [*node.args[1:2], *(keyword.value for keyword in node.keywords)]
+    if function in ("os.chdir", "os.putenv", "os.environ.update", "os.environ.setdefault", "os.environ.pop"):
+        return "the environment is changed"
+    if function in ("random.seed", "np.random.seed", "numpy.random.seed"):
+        return "random numbers are seeded"
+    if re.search(r"(?:^|\.)patch(?:\.object|\.dict)?$", function):
+        return None if any(map(_is_stream, node.args)) else "a name is patched"
+    is_written = function.endswith((".write_text", ".write_bytes")) or (function == "open" and any(map(_writes, given)))
+    return "a file is written" if is_written else None
+
+
+def _writes(mode: ast.AST) -> bool:
+    return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and bool(set(mode.value) & set("wax"))
 
 
 def _is_stream(node: ast.AST) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -19,6 +19,10 @@ _FIELDS = (
     ({"function", "inputs", "outputs"}, set[str]()),
     ({"inputs", "outputs"}, {"compare"}),
 )
+
+
+#: What runs the methods of a `TestCase` and only prints which of them failed.
+_RUNNERS = {"unittest.main", "unittest.TextTestRunner", "TextTestRunner"}
 
 
 def parse_tests(text: str) -> Tests:
@@ -80,6 +84,8 @@ def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, 
     if not isinstance(plain, bool):
         raise ValueError(f"plain takes true or false, got {str(plain)[:40]!r}")
     trees = [_parsed(setup, "setup"), *(_parsed(test, f"test {index}") for index, test in enumerate(tests))]
+    for index, tree in enumerate(trees[1:]):
+        _require_checks(tree, f"test {index}", later=trees[index + 2 :])
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = {name for node in nodes for name in _bound_names(node)} | set(names)
     through_attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -91,6 +97,30 @@ def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, 
     modules = tuple(name for name, only_module in inferred.items() if only_module)
     others = tuple(name for name, only_module in inferred.items() if not only_module)
     return CodeTests(tests, setup, names, others, modules, plain)
+
+
+def _require_checks(tree: ast.Module, what: str, later: Sequence[ast.Module]) -> None:
+    """Refuses a test that every program passes, since nothing calls it or it reports its failures by printing."""
+    if all(map(_only_defines, tree.body)):
+        named = {name for statement in tree.body for node in _defining(statement) for name in _bound_names(node)}
+        if not any(isinstance(node, ast.Name) and node.id in named for each in later for node in ast.walk(each)):
+            raise ValueError(f"{what} runs nothing, so that every program would pass it: call what it defines")
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)]
+    if runner := {ast.unparse(node) for node in nodes} & _RUNNERS:
+        raise ValueError(f"{what} uses {runner.pop()}, whose failures do not raise: call the tests' methods")
+
+
+def _only_defines(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.If):  # the tests are not the main module
+        return "__name__" in {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)}
+    is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_constant or isinstance(
+        statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Pass
+    )
+
+
+def _defining(statement: ast.stmt) -> Iterator[ast.AST]:
+    yield from statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else (statement,)
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:

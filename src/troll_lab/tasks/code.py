@@ -191,7 +191,7 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
 def mbpp(config: TaskConfig, argument: str = "") -> Task:
     """Loads MBPP: short functions, each asked for in a sentence and by its tests, which are part of the prompt.
 
-    It reads the hub's `full` configuration, and holds out its split `test`. A local file with tasks beyond number 510
+    It reads the hub's `full` configuration, and holds out its split `test`. A local file with tasks of both
     is divided as by the data set's authors (11 to 510 held out, 601 to 974 to train on); of another local file, the
     last rows are held out.
     """
@@ -340,4 +340,5 @@ def _take_settings(options: Options) -> dict[str, Any]:
 def _as_published(rows: Rows) -> tuple[list[int], list[int]] | None:
     ids = rows.values("task_id")
     train = [index for index, number in enumerate(ids) if number in range(601, 975)]
-    return (train, [index for index, number in enumerate(ids) if number in range(11, 511)]) if train else None
+    test = [index for index, number in enumerate(ids) if number in range(11, 511)]
+    return (train, test) if train and test else None

@@ -30,6 +30,7 @@ _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d\S*)?")
 
 # Instructions in the data sets' questions. If a model is asked for two formats, one of them must be wrong.
@@ -131,6 +132,7 @@ def boxed_or_whole(text: str) -> str:
         ValueError: If the last box is empty, its braces do not balance, or they are missing around more than one token;
             or if a text without a box has several lines, a `####` or more than 200 characters.
     """
+    text = re.sub(r"\\fbox(?![A-Za-z])", r"\\boxed", text)
     if r"\boxed" not in text:
         if "\n" in text or "####" in text or len(text) > _LONGEST_ANSWER:
             raise ValueError(
@@ -153,11 +155,7 @@ def after_hashes(solution: str) -> str:
     """
     _, marker, answer = solution.rpartition("####")
     answer = answer.strip().replace(",", "")
-    try:
-        float(answer)
-    except ValueError:
-        marker = ""
-    if not marker:
+    if not marker or not _PLAIN_NUMBER.fullmatch(answer):
         raise ValueError(f"it must end in '#### <number>', got {solution[-60:]!r}")
     return answer
 

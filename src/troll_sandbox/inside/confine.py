@@ -221,7 +221,7 @@ def run(source: bytes) -> None:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         for file in (sys.stdout, sys.__stdout__):
-            if file is not None and not file.closed:
+            if file is not None and not getattr(file, "closed", False):
                 file.flush()
         _flush_files()
     except BaseException:

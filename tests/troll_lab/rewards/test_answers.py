@@ -68,6 +68,7 @@ ANSWERS = {
         ("<answer>72</answer> </answer>", "72"),
         ("<answer>72</answer> <answer>7", "72"),
         (r"<answer>\boxed{72}</answer>", "72"),
+        ("<answer> **72** </answer>", "72"),
         ("<answer>72</answer><answer></answer>", None),
         ("<answer>72", None),
         ("</answer>72<answer>", None),

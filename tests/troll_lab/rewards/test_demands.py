@@ -8,6 +8,7 @@ from troll_lab.rewards.demands import borrowed_packages, needs_plain
 from troll_sandbox.cases import CodeTests
 
 REPLACED = "what the program prints or reads is replaced"
+PATCHED = "a name is patched"
 PASSED_OBJECT = "the program is passed an object of a class of the tests"
 
 
@@ -26,6 +27,10 @@ def parsed(*asserts: str, **fields: object) -> CodeTests:
         ("import sys, io\nsys.stdin = io.StringIO('3')\nassert f() == 3", REPLACED),
         ("import io\nassert f(io.StringIO('3')) == 3", PASSED_OBJECT),
         ("class A: pass\na = A()\nassert f(x=a)", PASSED_OBJECT),
+        ("import random\nrandom.seed(0)\nassert f() == 3", "random numbers are seeded"),
+        ("import os\nos.environ['A'] = '1'\nassert f() == 1", "the environment is changed"),
+        ("with open('/tmp/a', 'w') as file:\n    file.write('1')\nassert f('/tmp/a') == 1", "a file is written"),
+        ("from unittest.mock import patch\nwith patch('random.random', return_value=4):\n    assert f() == 4", PATCHED),
         ("assert f.__code__.co_argcount == 1", "__code__ of the program's f is read"),
     ],
 )

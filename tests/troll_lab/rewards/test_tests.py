@@ -84,6 +84,19 @@ def test_parse_tests_infers_names_of_the_program(source, inferred, modules):
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "differ in length: 1 and 2"),
         ('{"inputs": [1], "outputs": ["1"]}', "inputs takes a list of str"),
         ('{"inputs": ["1"], "outputs": ["1"], "compare": "words"}', "compare takes one of tokens, numbers, got 'wo"),
+        *(
+            (json.dumps({"asserts": ["assert f()", test]}), "test 1 runs nothing, so that every program would pass it")
+            for test in (
+                *("", "# assert f() == 2", "'assert f()'", "def test_f():\n    assert f()", "import math"),
+                "class T(unittest.TestCase):\n    def test_f(self): self.assertTrue(f())",
+                "async def t(): assert await f()",
+                "def check(c): assert c()\nif __name__ == '__main__':\n    check(f)",
+            )
+        ),
+        *(
+            (json.dumps({"asserts": [f"import unittest\n{test}"]}), "whose failures do not raise")
+            for test in ("unittest.main(exit=False)", "unittest.TextTestRunner().run(suite)")
+        ),
         ('{"asserts": ["assert f()"], "plain": "yes"}', "plain takes true or false, got 'yes'"),
     ],
 )

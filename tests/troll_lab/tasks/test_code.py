@@ -85,12 +85,13 @@ def test_mbpp_of_the_sanitized_configuration_has_its_imports(mbpp):
         ([1, 11, 12, 510, 511, 601, 974], (2, 3)),  # as published, since it is whole
         ([1, 11, 12, 500], (3, 1)),
         (["601", None, 12, 500], (3, 1)),
+        ([601, 602, 603, 974], (3, 1)),
     ],
 )
 def test_mbpp_is_divided_as_published_where_it_is_whole(mbpp, ids, sizes):
     task = mbpp(*(mbpp_row(number, task_id=each) for number, each in enumerate(ids)), eval_size=sizes[1])
     assert (len(task.train_dataset), len(task.eval_dataset)) == sizes
-    if 974 in ids:
+    if 974 in ids and 510 in ids:
         assert ["add 5." in task.train_dataset[0]["prompt"], "add 1." in task.eval_dataset[0]["prompt"]] == [True] * 2
 
 

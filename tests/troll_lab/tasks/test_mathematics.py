@@ -67,6 +67,7 @@ def test_held_out_questions_are_dropped_from_training(gsm8k, eval_size, train_si
     [
         ({"question": "How?", "answer": "So."}, r"train row 1 \(counted from 0\) of .* 'answer': it must end in '####"),
         ({"question": "How?", "answer": "#### many"}, "train row 1 .*'#### many'"),
+        ({"question": "How?", "answer": "#### nan"}, "train row 1 .*'#### nan'"),
         ({"question": "How?", "answer": "####"}, "train row 1"),
         ({"question": " ", "answer": "#### 1"}, "train row 1 .* no text in its field 'question', got ' '"),
     ],
@@ -141,6 +142,7 @@ def test_mathematics_refuses_options(gsm8k, options):
         (r"put it in \boxed: $\boxed5$.", "5"),
         (r"\boxed 7, no, \boxed{8}", "8"),
         (r"$\boxed \pi$", r"\pi"),
+        (r"\boxed{7}, or \fbox{8}", "8"),
     ],
 )
 def test_boxed_or_whole_reads_the_last_box(solution, answer):

@@ -226,11 +226,15 @@ class _Comparison:
         Returns:
             Whether they are the same; None if one cannot be evaluated.
         """
+        if any(map(_is_undefined, (gold, answer))):  # 5/0 is not 3/0
+            return False
         if gold == answer:
             return True
         if any(side.has(*_BINDING) or _is_word(side) for side in (gold, answer)):
             return None
         sides = [self._evaluable(side) for side in (gold, answer)]
+        if any(map(_is_undefined, sides)):
+            return False
         if sides[0] == sides[1] or all(side.is_Rational for side in sides):
             return bool(sides[0] == sides[1])
         symbols = sorted(sides[0].free_symbols | sides[1].free_symbols, key=str)
@@ -254,14 +258,14 @@ class _Comparison:
         return True if is_compared else None
 
     def _evaluable(self, side: sympy.Expr) -> sympy.Expr:
-        """The expression with symbols instead of derivatives and of undefined functions."""
+        """The expression with symbols instead of derivatives and of undefined functions, and with real odd roots."""
         for part in sorted(side.atoms(AppliedUndef, sympy.Derivative), key=lambda part: -len(str(part))):
             side = side.xreplace({part: sympy.Symbol(str(part.func(*(argument.doit() for argument in part.args))))})
         side = side.xreplace({number: sympy.Rational(str(number)) for number in side.atoms(sympy.Float)})
         side = side.xreplace(
             {symbol: self._constants[symbol.name] for symbol in _symbols(side) if symbol.name in self._constants}
         )
-        return side.doit()
+        return side.doit().replace(_is_odd_root, _real_root)
 
     def _points(
         self, symbols: Sequence[sympy.Symbol], count: int, beyond: Any = 0
@@ -327,6 +331,21 @@ def _united(side: Answer) -> Answer:
     values = [item.value for item in side.items]
     is_set = not side.is_set and all(isinstance(value, sympy.Set) for value in values)
     return Answer([side.items[0]._replace(value=sympy.Union(*values))]) if is_set else side
+
+
+def _is_undefined(value: sympy.Expr) -> bool:
+    return bool(value.has(sympy.zoo, sympy.nan))
+
+
+def _is_odd_root(value: Any) -> bool:
+    """Whether it is a root of odd degree, or a power of one, of a real number that may be negative."""
+    if not isinstance(value, sympy.Pow) or not value.exp.is_Rational or value.exp.q % 2 == 0 or value.exp.q == 1:
+        return False
+    return bool(value.base.is_real and not value.base.is_nonnegative)
+
+
+def _real_root(power: sympy.Pow) -> sympy.Expr:
+    return sympy.sign(power.base) ** power.exp.p * sympy.Abs(power.base) ** power.exp
 
 
 def _has_pieces(value: sympy.Expr) -> bool:

@@ -54,7 +54,7 @@ _NAMES = {
     "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "langle": "(", "rangle": ")", "ast": r"\cdot",
     **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
     "degree": r"^{\circ}", "varnothing": r"\emptyset", "vee": r"\lor", "wedge": r"\land", "tg": r"\tan",
-    "cosec": r"\csc", "imath": "i",
+    "cosec": r"\csc", "imath": "i", "bmod": r"\mod", **dict.fromkeys(("dots", "cdots", "dotsc", "dotsb"), r"\ldots"),
     **{f"var{name}": rf"\{name}" for name in ("epsilon", "phi", "theta", "rho", "sigma")}, "lg": r"\log_{10}",
     # To math-verify's parser both are Euler's constant.
     "gamma": r"\mathcal{gamma}", "Gamma": r"\mathcal{Gamma}",

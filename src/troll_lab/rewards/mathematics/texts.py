@@ -52,7 +52,14 @@ _QUANTITY = re.compile(
 )
 _NAMED_UNIT = re.compile(rf"(?:\^\{{\\circ\}})?(?: *(?:(?:/|\\cdot) *)?{_UNIT_TEXT}(?:\^\{{-?\d\}})?)+$")
 _IS_PURE = re.compile(rf"(?:[^=<>]*=)?(?:{_EXACT}|[-+()]|\\%)*")
-_TIME = re.compile(r"0?(\d{1,2}:\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.ASCII)
+_TIME = re.compile(r"0?(\d{1,2})(?::(\d\d)\s*(?:([ap])\.?\s?m\.?)?|\s*([ap])\.?\s?m\.?)", re.ASCII)
+# Letters and digits in a row, such as a number in base 16 or a formula of chemistry, but not 1e5.
+_CODE = re.compile(r"(?!\d+e\d+$)[a-z\d]*[a-z]\d[a-z\d]*")
+_BASE = re.compile(r"_\{?\w+\}?$")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    rf"(?<![\w.,/^)}}])(\d[\d,]*(?:\.\d+)?)( *(?:\\text\{{ *)?)({'|'.join(_SCALES)})(?![A-Za-z-])", re.ASCII
+)
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
 # Letters that are variables in most mathematics, and seldom make a word.
 _PRODUCT = re.compile(r"(?:[a-df-hj-np-tv-z](?:\s|\\cdot(?![a-z]))*){2,5}")
@@ -88,7 +95,13 @@ def tidy(text: str) -> str:
     text = _POINT.sub("", _PERCENT.sub(r"\\%", _REPEATING.sub(_as_fraction, text)))
     text = _FRACTION_OF.sub(r"\\frac{\1}{\2}", _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text))
     text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    while (scaled := _SCALED.sub(_multiplied, text)) != text:  # 2 hundred thousand
+        text = re.sub(r"\\text\{ *\}", "", scaled).rstrip()
     return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+
+
+def _multiplied(match: re.Match[str]) -> str:
+    return format(Decimal(match[1].replace(",", "")).scaleb(_SCALES[match[3]]), "f") + match[2]
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -110,8 +123,11 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
     expected, given = (
         _TIME.fullmatch(_with_plain_words(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
     )
-    if expected:  # the parser would divide
-        return given is not None and given[1] == expected[1] and {given[2], expected[2]} != {"a", "p"}
+    if expected and given:
+        times = [(time[1], time[2] or "00") for time in (expected, given)]
+        return times[0] == times[1] and {time[3] or time[4] for time in (expected, given)} != {"a", "p"}
+    if expected and expected[2]:  # the parser would divide
+        return False
     words = _word(gold), _word(answer)
     if words[0] and words[0] == words[1]:
         return True
@@ -119,7 +135,10 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
     if expected_letters and given_letters:
         same_set = r"\{" in gold and set(expected_letters) == set(given_letters)
         return expected_letters == given_letters or same_set
-    return False if _is_ambiguous(gold, answer) else None
+    if _is_ambiguous(gold, answer):
+        return False
+    code = _code(gold)
+    return code == _code(answer) if code else None
 
 
 def without_units(gold: str, answer: str) -> tuple[str, str]:
@@ -198,8 +217,8 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
     - `18 \approx 20`: the parser reads the left side. Allowed where the gold answer is approximate itself;
     - `1011_3`: the parser ignores the base of a number. Allowed where the gold answer has the same;
     - `18 \text{ or twenty}`, `\text{not } 18`: the text would be a unit. `1 \text{ or } 2` is a list of two;
-    - `18 \text{ million}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Allowed where the gold
-      answer has the same words;
+    - `18 \text{ tenths}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Both answers have to have
+      the same of these words;
     - `CBA` for `ABC`: letters are factors, in any order, which is right only for products such as `xy` and `yx`.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or partners_of(answer) is None:
@@ -214,7 +233,7 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
     groups = [words.strip() for words in _WORDS.findall(answer)]
     if any(_ALTERNATIVE.search(words) and words.strip(" ,").lower() not in ("and", "or") for words in groups):
         return True
-    return not _arithmetic(answer) <= _arithmetic(gold)
+    return _arithmetic(answer) != _arithmetic(gold)
 
 
 def _arithmetic(text: str) -> set[str]:
@@ -228,6 +247,12 @@ def _is_anagram(gold: str, answer: str) -> bool:
         return False
     texts = [re.sub(r"\\cdot|[\s()]", "", _with_plain_words(text)).lower() for text in (gold, answer)]
     return texts[0] != texts[1] and sorted(texts[0]) == sorted(texts[1])
+
+
+def _code(text: str) -> str | None:
+    """Letters and digits in a row, in which the order counts, with small letters and without a number's base."""
+    code = _BASE.sub("", re.sub(r"\s", "", _with_plain_words(text))).lower()
+    return code if _CODE.fullmatch(code) else None
 
 
 def _word(text: str) -> str | None:
