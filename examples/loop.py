@@ -77,6 +77,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.model is None) != (options.data is None):
         parser.error("--model and --data go together")
+    if options.group < 2 or not 2 <= options.updates <= options.prompts * options.group:
+        parser.error("--group and --updates must be at least 2, and each update needs a completion")
     first_rate = (1e-2 if options.model is None else 1e-5) if options.learning_rate is None else options.learning_rate
     random.seed(options.seed)
     torch.manual_seed(options.seed)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from troll.trl import seam
@@ -119,7 +120,7 @@ class KLTargetRate:
         rewards = combine_rewards(self._trainer.rollout_rewards, self._trainer.reward_weights)
         # The half of a mean says nothing where rewards may be negative.
         counted = ~rewards.isnan() & ~(rewards < 0).any()
-        teaching = (mask & (advantages != 0)).sum()
+        teaching = (mask & (advantages.abs() > self._rounding(rewards))).sum()
         return Tally({"reward": masked_total(rewards, counted)}, counts={"teaching": teaching.to(rewards)})
 
     def update(self, sums: Tally) -> None:
@@ -156,6 +157,13 @@ class KLTargetRate:
     def state_dict(self) -> dict[str, Any]:
         """The state, for a checkpoint; it survives JSON."""
         return self._target.state_dict()
+
+    def _rounding(self, rewards: Tensor) -> Tensor:
+        """The largest advantage that rounding can make of equal rewards, which TRL divides by a deviation of 1e-4."""
+        largest = rewards.abs().nan_to_num().max()
+        if self._args.advantage_estimator == "group" and self._args.scale_rewards not in ("none", False):
+            return (2**-8 * largest).clamp(max=0.05)
+        return 2**-20 * largest
 
     def _age(self) -> int:
         """The updates since the policy from which the current one's KL is measured."""

@@ -67,6 +67,7 @@ def check_mask_fits(mask: Tensor, **tensors: Tensor) -> None:
 
 def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused: bool = False) -> None:
     """Raises ValueError unless all ids are in [0, vocab_size), or −1 where slots may be unused."""
+    token_ids = token_ids.long()  # a comparison would wrap V into a small type
     outside = (token_ids < -int(or_unused)) | (token_ids >= vocab_size)
     if bool(outside.any()):
         takes = f"[0, {vocab_size}), or -1 if unused" if or_unused else f"[0, {vocab_size})"
@@ -75,7 +76,7 @@ def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused:
 
 def check_distinct(name: str, token_ids: Tensor) -> None:
     """Raises ValueError if a row (..., K) has an id twice; −1, of an unused slot, may occur again."""
-    ordered = token_ids.sort(-1).values
+    ordered = token_ids.long().sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(twice.any()):
         raise ValueError(f"{name} must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")

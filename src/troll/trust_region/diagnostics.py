@@ -108,9 +108,9 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
 
 def outside_support(old: SparsePolicy) -> Tensor:
     """(..., V) bool, true for the tokens that the old policy does not keep."""
-    # An unused slot repeats the id of the first slot, which is always used.
-    ids = torch.where(old.used, old.token_ids, old.token_ids[..., :1])
-    return ids.new_ones((*old.shape, old.vocab_size), dtype=torch.bool).scatter(-1, ids, False)
+    outside = old.used.new_ones((*old.shape, old.vocab_size + 1))
+    # Unused slots fill a column that is cut off: a position may have no other ones.
+    return outside.scatter(-1, old.token_ids.where(old.used, old.vocab_size), False)[..., :-1]
 
 
 @torch.no_grad()
@@ -234,7 +234,7 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
     counts = mask.bool() & log_ratio.isfinite()
     check_shape("advantages", advantages, mask.shape[:1], mask.shape)
     if advantages.dim() < mask.dim():
-        advantages = advantages.unsqueeze(-1).expand(mask.shape)
+        advantages = advantages.view(-1, *[1] * (mask.dim() - 1)).expand(mask.shape)
     advantages = advantages[counts]
     ratio = as_float(log_ratio)[counts].exp()
     cut = ((advantages > 0) & (ratio > 1 + clip)) | ((advantages < 0) & (ratio < 1 - clip))

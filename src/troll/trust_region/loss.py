@@ -48,7 +48,9 @@ def troll_loss(
             None for the tokens of the mask.
 
     Returns:
-        The loss, a scalar, and metrics of the trust region by name, 0-d tensors; without a host sync.
+        The loss, a scalar, and metrics of the trust region by name, 0-d tensors; without a host sync. Where there was
+        nothing to measure they are 0, except for "kl_before_mean", which is NaN: a KL of 0 would tell
+        [KLTarget][troll.KLTarget] that the policy does not move.
 
     Raises:
         ValueError: If shapes do not fit, a name is unknown, α < 0, `max_length` or `num_tokens` is missing or not used,
@@ -60,6 +62,8 @@ def troll_loss(
     check_shape("advantages", advantages, shape[:1], shape)
     if not regression_weight >= 0:
         raise ValueError(f"regression_weight must be at least 0, got {regression_weight}")
+    if isinstance(num_tokens, int | float) and not num_tokens >= 0:
+        raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
 
     mask = mask.bool()
@@ -70,7 +74,8 @@ def troll_loss(
     advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
     per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
     loss = aggregate(per_token, mask, aggregation, max_length, num_tokens)
-    return loss, step_tally(step, mask).values(empty=0.0)
+    tally = step_tally(step, mask)
+    return loss, tally.values(empty=0.0) | {"kl_before_mean": tally.values()["kl_before_mean"]}
 
 
 def _counting(step: TrustRegionStep, mask: Tensor) -> TrustRegionStep:

@@ -56,8 +56,9 @@ class Tally:
     def values(self, empty: float = math.nan) -> dict[str, Tensor]:
         """The numbers to log by name, 0-d; `empty` where there was nothing to average or compare."""
         means = {name: torch.where(total[1] > 0, total[0] / total[1], empty) for name, total in self.totals.items()}
-        extremes = self.maxima | self.minima
-        return means | self.counts | {name: value.masked_fill(value.isinf(), empty) for name, value in extremes.items()}
+        largest = {name: value.masked_fill(value == -torch.inf, empty) for name, value in self.maxima.items()}
+        smallest = {name: value.masked_fill(value == torch.inf, empty) for name, value in self.minima.items()}
+        return means | self.counts | largest | smallest
 
 
 def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
@@ -95,10 +96,13 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
 
 
 def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:
-    """The means over a mask's tokens (...) of `support_size`, the used slots, and of `tail_mass`, the mass outside."""
+    """The means over a mask's tokens (...) of `support_size`, the used slots, and of `tail_mass`, the mass outside.
+
+    Tokens whose old policy is not a distribution have no tail mass.
+    """
     averaged = {"support_size": old.used.sum(-1), "tail_mass": old.tail_log_prob.exp()}
     values = _stacked(averaged.values(), old.log_probs.dtype)
-    masks = mask.bool().reshape(-1).expand(values.shape)
+    masks = mask.bool().reshape(-1) & ~values.isnan()
     return Tally(dict(zip(averaged, _masked_totals(values, masks), strict=True)))
 
 

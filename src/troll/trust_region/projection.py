@@ -115,6 +115,9 @@ def _on_common_outcomes(
                 f"got {shape_text(new.shape)} and {shape_text(old.shape)}"
             )
         dtype = torch.promote_types(as_float(new).dtype, as_float(old).dtype)
+        # 0 times the NaN of such a row would reach all weights.
+        known = torch.logsumexp(as_float(new.detach()), dim=-1, keepdim=True).isfinite()
+        new = torch.where(known, new, new.detach())
         log_new, log_old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new, old.detach()))
         return log_new, log_old, torch.ones_like(log_new, dtype=torch.bool)
     if isinstance(new, Tensor) or isinstance(old, Tensor):

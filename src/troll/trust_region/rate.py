@@ -8,7 +8,7 @@ the KL is chosen, and the rate is derived from what the last updates did. Let T 
     A     the age of a rollout's last update: updates_per_rollout − 1 + staleness
     D     the walk: the sum of the rates that these a updates really used
     W(a)  = T √(A/7) (a/A)^p, the KL that is wanted at age a; W = W(A)
-    KL    what was measured, less what is measured at age 0, where both policies are the same
+    KL    what was measured, less the median of what is measured at age 0, where both policies are the same
 
 The KL grows as the walk to the power p = 1.7 (2 by Taylor's theorem; with constant rates, 1.5 to 1.9 was measured). So
 every update, at any age and any rate, says how long a walk reaches W, and the rate is that walk divided by A:
@@ -32,6 +32,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -53,7 +54,7 @@ FEWEST = 4
 LEAST_RISE, JUDGED = 0.25, (1 / 1000, 3 / 4)
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
-#: Entropy and success are compared with their mean over about this many rollouts; the floor is a mean of as many.
+#: Entropy and success are compared with their mean over about this many rollouts; the floor is a median of as many.
 RECENT_ROLLOUTS = 10
 #: The smallest KL of which a logarithm is taken, as a part of the wanted one.
 LEAST_KL = 1e-9
@@ -99,6 +100,8 @@ class _State:
     floor: list[float] = field(default_factory=list)
     #: Of entropy and of success: the mean over few updates, the mean over many, and the number of updates.
     levels: dict[str, list[float]] = field(default_factory=dict)
+    #: The rate when one of them fell: it is the limit until they recover.
+    fallen: float | None = None
     #: The rate that first reached the wanted KL.
     reached: float | None = None
     #: `log_walk`, log D, and `log_kl`, means over a rollout, and its `rate`: those of a walk twice as long are compared
@@ -119,10 +122,10 @@ class KLTarget:
         ...
         rate = target.update(kl, age)    # in every update, before the optimiser's step, which uses it
 
-    The rate is not raised while entropy or success is below half of its recent mean: a policy that has collapsed
-    measures a small KL. It is not raised above ten times the rate that first reached the wanted KL. And if two
-    doublings of the rate have not raised the KL, it goes back, and stays there until the KL changes. Each of these
-    gives one warning.
+    While entropy or success is below half of its recent mean, the rate is not raised above the one with which that
+    began: a policy that has collapsed measures a small KL. It is not raised above ten times the rate that first reached
+    the wanted KL. And if two doublings of the rate have not raised the KL, it goes back, and stays there until the KL
+    changes. Each of these gives one warning.
 
     The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
 
@@ -178,6 +181,8 @@ class KLTarget:
         # The measurements of a rollout; at age 0 there is none. And the updates that give them.
         self._window = max(updates_per_rollout - (self._staleness == 0), FEWEST)
         self._updates = max(updates_per_rollout, 2 * FEWEST)
+        # The updates over which success is a mean: all of a rollout may be told the same number, which is noisy.
+        self._judged = max(2 * updates_per_rollout, 2 * FEWEST)
 
     @property
     def rate(self) -> float:
@@ -225,8 +230,12 @@ class KLTarget:
         state = self._state
         kl, age = float(kl), float(age)  # A tensor must not get into the state.
         # One batch tells the entropy, and not the success.
-        levels = (("entropy", entropy, 1), ("success", success, self._updates))
+        levels = (("entropy", entropy, 1), ("success", success, self._judged))
         fallen = [name for name, value, window in levels if self._has_fallen(name, value, window)]
+        if not fallen:
+            state.fallen = None
+        elif state.fallen is None:
+            state.fallen = state.rate
         walk = walk_of(state.walked, age)
         if math.isfinite(kl) and age == 0:
             state.floor = [*state.floor, max(kl, 0.0)][-RECENT_ROLLOUTS:]
@@ -260,7 +269,7 @@ class KLTarget:
     def _observe(self, kl: float, age: float, walk: float, fallen: Sequence[str]) -> None:
         """Takes a measurement after a walk, and moves the rate."""
         state, wanted = self._state, self.wanted(age)
-        floor = mean(state.floor) if state.floor else 0.0
+        floor = median(state.floor) if state.floor else 0.0
         if floor > wanted / 2:
             if age >= self.last_age:
                 self._tell(
@@ -277,20 +286,19 @@ class KLTarget:
         log_rate, bound = self._log_rate([measured]), excess <= least
         if bound and state.measured and log_rate <= self._log_rate(state.measured):
             return
-        if fallen and log_rate > math.log(state.rate):
+        if state.fallen is not None and log_rate > math.log(state.fallen):
             self._tell(
                 "fallen",
                 f"the {' and the '.join(fallen)} fell below half of the recent mean. Until it recovers, the learning "
-                "rate is not raised: a policy that has collapsed measures a small KL. Look at what it samples; if it "
-                f"has collapsed, begin again with a KL target below {self.kl:g}",
+                f"rate is not raised above {state.fallen:.2g}: a policy that has collapsed measures a small KL. Look "
+                f"at what it samples; if it has collapsed, begin again with a KL target below {self.kl:g}",
             )
-            return
         # During the search, an older bound is only looser.
         older = [] if bound and state.reached is None else state.measured
         state.measured = [*older, measured][-self._window :]
         state.clear = 0 if bound or age < self._staleness else state.clear + 1
         self._hold_if_saturated()
-        self._move_rate(1.0 if fallen else BOUND_GROWTH if bound else GROWTH)
+        self._move_rate(BOUND_GROWTH if bound else GROWTH)
         if state.reached is None and excess >= wanted and age >= max(self._staleness, self.last_age / 2):
             state.reached = state.rate
 
@@ -338,9 +346,9 @@ class KLTarget:
         state, span = self._state, math.log(RANGE)
         away = self._log_rate(state.measured) - math.log(self._start)
         rate = self._start * math.exp(min(max(away, -span), span))
-        if growth > 1:
-            growth = max(growth, far_growth(rate / state.rate))
-        rate = min(rate, growth * state.rate, math.inf if state.held is None else state.held["rate"])
+        growth = max(growth, far_growth(rate / state.rate))
+        held = math.inf if state.held is None else state.held["rate"]
+        rate = min(rate, growth * state.rate, held, math.inf if state.fallen is None else state.fallen)
         if state.not_raised is not None and state.compared is not None:  # a second doubling will decide
             rate = min(rate, DOUBTED_GROWTH * state.compared["rate"])
         if state.reached is not None and rate > REACHED_GROWTH * state.reached:

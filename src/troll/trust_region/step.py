@@ -15,7 +15,7 @@ from torch import Tensor
 from .checks import check_choice
 from .constraint import Constraint
 from .kernels import use_triton
-from .policy.on_support import PolicyOnSupport, present_outcomes
+from .policy.on_support import PolicyOnSupport, check_one_support, present_outcomes
 from .policy.sparse import SparsePolicy
 from .policy.truncation import kept_or_not
 from .probabilities import as_float, divergence, floored
@@ -103,6 +103,8 @@ def trust_region_step(
     """
     check_choice("pull", pull, PULLS)
     source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
+    if not isinstance(old, SparsePolicy):
+        raise ValueError(f"old must be a SparsePolicy, got {type(old).__name__}: unpack() a packed one")
     old.check_temperature(source.temperature)
     new = source
     if not isinstance(new, PolicyOnSupport):
@@ -113,6 +115,9 @@ def trust_region_step(
     check_read_at(new, old)
     if not old.truncated:
         return step_of_policies(new, old, kl_bound, constraint, pull)
+    # A policy that excludes the whole kept set has no distribution on it, and must not send NaN to all weights.
+    excludes = (new.logits == -torch.inf).all(-1, keepdim=True)
+    new = dataclasses.replace(new, logits=torch.where(excludes, new.logits.detach(), new.logits))
     # Within the kept set, where both policies are renormalised; and between it and all other tokens.
     kept, log_mass = dataclasses.replace(old, tail_log_prob=old.tail, truncated=False), new.log_mass
     step = step_of_policies(new.without_tail(), kept, kl_bound, constraint, pull)
@@ -202,7 +207,4 @@ def check_read_at(new: PolicyOnSupport, old: SparsePolicy) -> None:
     old.check_positions(new.shape)
     if new.token_ids.shape[-1] != old.top_k:
         raise ValueError(f"new must be read at the old policy's {old.top_k} slots, got {new.token_ids.shape[-1]}")
-    # On a GPU, comparing them would wait for the device.
-    same = new.token_ids is old.token_ids or new.token_ids.device.type != "cpu"
-    if not same and not torch.equal(new.token_ids, old.token_ids):
-        raise ValueError("new must be read at the old policy's tokens: log_probs_at(_, old.token_ids)")
+    check_one_support(new, old)

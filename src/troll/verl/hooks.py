@@ -191,7 +191,7 @@ class Update(Hook):
         )
         self._tally += step_tally(step, mask) + support_tally(old, mask)
         if follows_kl:
-            self._tally += sums_of(step, mask, data["advantages"].values()[tokens.numbers], data)
+            self._tally += sums_of(step, mask, tokens.numbers, data, settings.rounding)
         if at_rollout:
             self._tally += Tally({"unreported_fraction": masked_total(unreported[tokens.numbers].float(), mask)})
         size = step.kl_before.new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))

@@ -25,14 +25,15 @@ NOT_LOGGED = ("entropy", "reward", "least_reward", "teaching")
 STATE = "kl_target"
 
 
-def sums_of(step: TrustRegionStep, mask: Tensor, advantages: Tensor, data: TensorDict) -> Tally:
+def sums_of(step: TrustRegionStep, mask: Tensor, numbers: Tensor, data: TensorDict, rounding: float) -> Tally:
     """What is needed of a micro-batch besides its KL.
 
     Args:
         step: The step of this process's n tokens, with their entropy.
         mask: True where a token counts, (n,).
-        advantages: Those of the tokens, (n,).
+        numbers: Their numbers among the tokens of all responses, (n,).
         data: The micro-batch.
+        rounding: The largest advantage that rounding can make of equal rewards, as a part of them.
 
     Returns:
         The means `entropy` over tokens and `reward` over sequences, `least_reward`, and `teaching`, the number of
@@ -40,14 +41,17 @@ def sums_of(step: TrustRegionStep, mask: Tensor, advantages: Tensor, data: Tenso
     """
     assert step.entropy is not None
     totals = {"entropy": masked_total(step.entropy, mask & step.entropy.isfinite())}
-    minima = {}
+    minima, least, advantages = {}, torch.zeros_like(step.entropy), data["advantages"].values()[numbers]
     if "rm_scores" in data:
         rewards = _sums_over_tokens(data["rm_scores"]).to(step.entropy)
         # verl fills batches up with sequences in which no token counts.
         counted = _sums_over_tokens(data["response_mask"]) > 0
         totals["reward"] = masked_total(rewards, counted)
+        lengths = data["response_mask"].offsets().diff()
+        of_tokens = rewards.repeat_interleave(lengths, output_size=len(data["response_mask"].values()))
+        least = rounding * of_tokens[numbers].abs()
         minima["least_reward"] = torch.where(counted, rewards, torch.inf).min()
-    teaching = (mask & (advantages != 0)).sum()
+    teaching = (mask & (advantages.abs() > least)).sum()
     return Tally(totals, minima=minima, counts={"teaching": teaching.to(step.entropy)})
 
 
@@ -84,9 +88,10 @@ class KLTargetScheduler:
         assert settings.kl_target is not None
         self.scheduler: Any = scheduler
         self._batches_per_rollout = settings.batches_per_rollout
+        self._planned = settings.updates_per_rollout
         self._target = KLTarget(
             settings.kl_target,
-            updates_per_rollout=settings.updates_per_rollout,
+            updates_per_rollout=self._planned,
             learning_rate=self.peak,
             warn=logger.warning if warns else lambda message: None,
         )
@@ -152,7 +157,7 @@ class KLTargetScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of verl's scheduler, with ours in it."""
-        own = {"updates": self._target.last_age + 1, **self._target.state_dict()}
+        own = {"updates": self._target.last_age + 1, "planned": self._planned, **self._target.state_dict()}
         return {**self.scheduler.state_dict(), STATE: own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,7 +167,9 @@ class KLTargetScheduler:
         self.scheduler.load_state_dict(schedule)
         if own is not None:
             found = dict(own)
-            self._target.expect(found.pop("updates"))
+            made, planned = found.pop("updates"), found.pop("planned")
+            if planned == self._planned:  # else the configuration has changed, and says what comes
+                self._target.expect(made)
             self._target.load_state_dict(found)
         self._used = self._write()
 

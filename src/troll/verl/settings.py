@@ -86,6 +86,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     train_batch_size: int = 1
     mini_batch_size: int = 1
     epochs: int = 1
+    adv_estimator: str = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
 
     def __post_init__(self) -> None:
         if self.loss_mode != "troll":
@@ -114,6 +116,14 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     def updates_per_rollout(self) -> int:
         """The updates that are made between two transfers of the weights to the rollout."""
         return math.ceil(self.train_batch_size / self.mini_batch_size) * self.epochs
+
+    @property
+    def rounding(self) -> float:
+        """The largest advantage that rounding can make of equal rewards, as a part of them.
+
+        verl divides it by a standard deviation of 0 plus 1e-6 in GRPO, and by 1e-4 at least where it whitens.
+        """
+        return 0.2 if self.adv_estimator.startswith("grpo") and self.norm_adv_by_std_in_grpo else 2**-9
 
     @property
     def batches_per_rollout(self) -> int:

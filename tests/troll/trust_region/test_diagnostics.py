@@ -1,5 +1,6 @@
 """Diagnostics: against exact enumeration, float64 references, and by the rules they promise to follow."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from troll.trust_region.diagnostics import (
     coverage,
     dual_report,
     old_to_new_kl,
+    outside_support,
     ratio_report,
     sequence_report,
     support_too_small,
@@ -153,6 +155,12 @@ def test_tail_gap_in_float32_and_of_broken_rows():
     whole = numbers(tail_report(broken, torch.ones(20)))
     keep = np.delete(array(exact.gap), 3)
     assert whole["tail_gap"] == pytest.approx(keep.mean()) and whole["tail_gap_max"] == pytest.approx(keep.max())
+
+
+def test_outside_support_is_everything_where_no_slot_is_used():
+    old = troll.capture(torch.randn(2, 5), torch.tensor([1, 2]), top_k=2)
+    old = dataclasses.replace(old, token_ids=torch.where(torch.tensor([[True], [False]]), old.token_ids, -1))
+    assert outside_support(old).sum(-1).tolist() == [3, 5]
 
 
 def test_tail_report_reads_only_the_mask():
@@ -280,6 +288,8 @@ def test_ratio_report_against_numpy():
     }
     report = ratio_report(tensor(log_ratio), tensor(advantages), torch.from_numpy(mask))
     assert_same_numbers(numbers(report), expected, 1e-9)
+    deeper = ratio_report(tensor(log_ratio)[:, None], tensor(advantages), torch.from_numpy(mask)[:, None])
+    assert_same_numbers(numbers(deeper), expected, 1e-9)
 
 
 def test_ratio_report_counts_what_the_clip_cuts():

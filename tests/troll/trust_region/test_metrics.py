@@ -65,6 +65,8 @@ def test_tally_values_of_nothing_are_callers():
     )
     assert all(math.isnan(value) for value in numbers(nothing).values())
     assert [value.item() for value in nothing.values(empty=0.0).values()] == [0.0, 0.0, 0.0]
+    overflown = Tally(maxima={"largest": torch.tensor(torch.inf)}, minima={"smallest": torch.tensor(-torch.inf)})
+    assert list(numbers(overflown).values()) == [math.inf, -math.inf]
 
 
 def metrics_of(step: TrustRegionStep, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,3 +147,5 @@ def test_support_tally_agrees_with_coverage():
     # 1 less a mean of 1 − tail, each with an error of 2^-24: of sums of 24 at most.
     assert means["tail_mass"] == pytest.approx(1 - found["covered_mass"], abs=24 * 2**-23)
     assert_same_numbers(numbers(support_tally(old[:1], mask[:1]) + support_tally(old[1:], mask[1:])), means)
+    everywhere = numbers(support_tally(old, torch.ones_like(mask)))  # elsewhere the policy is NaN
+    assert everywhere["tail_mass"] == pytest.approx(means["tail_mass"], rel=1e-6)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -306,9 +307,9 @@ def test_floor_that_silences_all_ages_is_told_once():
 def test_rate_does_not_grow_while_level_is_low(scale, level):
     policy = Policy("sum of rate^2", scale, entropy=1.0, success=0.4).train(20)
     setattr(policy, level, 0.1)
-    policy.train(20 // policy.updates + 2)  # Until its mean shows it.
+    policy.train(40 // policy.updates + 4)  # Until its mean shows it.
     policy.factor = 0.03
-    fallen = policy.rates[-1]
+    fallen = policy.control.state_dict()["fallen"]
     policy.train(60)
     assert max(policy.rates[-60 * policy.updates :]) <= fallen
     (message,) = policy.warnings
@@ -325,13 +326,23 @@ def test_rate_grows_again_when_level_recovers(scale, level):
     policy.factor = 100.0  # What is right now is a fifteenth of it.
     policy.train(20)
     setattr(policy, level, 0.1)
-    policy.train(20 // policy.updates + 2)
+    policy.train(40 // policy.updates + 4)
     policy.factor = 30.0
-    low = policy.rates[-1]
+    low = policy.control.state_dict()["fallen"]
     assert max(policy.train(10).rates[-policy.updates :]) <= low
     setattr(policy, level, 0.9)
     policy.train(20)
     assert policy.rates[-1] > 1.5 * low and len(policy.warnings) == 1
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_noise_does_not_lower_rate_while_level_is_low(law):
+    policies = [Policy(law, entropy=1.0).train(20) for _ in range(2)]
+    policies[1].entropy = 0.3
+    free, held = (policy.train(40).rates[-80:] for policy in policies)
+    fallen = policies[1].control.state_dict()["fallen"]
+    assert fallen is not None and max(held) <= fallen
+    assert statistics.geometric_mean(held) > 0.9 * min(fallen, statistics.geometric_mean(free))
 
 
 def test_entropy_is_believed_at_once():
@@ -347,12 +358,15 @@ def test_level_without_a_half_is_ignored(level):
     assert policy.rates[-1] > RIGHT / 2 and not policy.warnings
 
 
-@pytest.mark.parametrize("scale", [SHORT, STALE])
+@pytest.mark.parametrize("scale", [SHORT, USUAL, LONG, STALE])
 def test_noisy_success_has_not_fallen(scale):
+    """Of a rollout's 64 samples, 10 % succeed, and each of its updates is told the rollout's success."""
     generator = random.Random(0)
-    # Of an update's 64 samples, 10 % succeed.
-    success = lambda: sum(generator.random() < 0.1 for _ in range(64)) / 64  # noqa: E731
-    assert not Policy(scale=scale, start=0.1, success=success).train(100).warnings
+    policy = Policy(scale=scale, start=0.1)
+    for _ in range(100):
+        policy.success = sum(generator.random() < 0.1 for _ in range(64)) / 64
+        policy.train(1)
+    assert not policy.warnings
 
 
 def test_rate_does_not_grow_to_older_mean_if_level_is_low():

@@ -106,6 +106,17 @@ def test_capture_and_step_have_shape_of_positions(kind, shape):
         assert gradient.shape == leaf.shape
 
 
+def test_step_sends_nothing_back_from_a_policy_that_excludes_the_kept_set():
+    logits = torch.randn(1, 2, 20, generator=torch.Generator().manual_seed(0))
+    old = troll.capture(logits, logits.argmax(-1), truncation=troll.Truncation(top_k=3))
+    new = logits.clone()
+    new[0, 1, old.token_ids[0, 1]] = -torch.inf
+    step = troll.trust_region_step(new.requires_grad_(), old)
+    assert step.log_ratio.isnan().tolist() == [[False, True]]
+    troll.troll_loss(step, torch.ones(1), torch.tensor([[1, 0]]))[0].backward()
+    assert new.grad is not None and new.grad.isfinite().all()
+
+
 def test_step_numbers_carry_no_gradient():
     old_logits, new_logits = (tensor(x) for x in pairs("flat", 4, 9))
     old = troll.capture(old_logits, torch.arange(4), top_k=4)
@@ -129,7 +140,7 @@ IDS = torch.tensor([[0, 1, 2], [0, 1, 2]])
         ("old must .* positions (1, 2), got (2)", {"source": torch.zeros(1, 2, 8)}),
         ("new must .* 3 slots, got 2", {"read_at": IDS[:, :2]}),
         ("new must .* 3 slots, got 4", {"read_at": torch.cat([IDS, IDS[:, :1] + 5], -1)}),
-        ("new must .* log_probs_at(_, old.token_ids)", {"read_at": IDS.flip(1)}),
+        ("two policies must .* log_probs_at(_, old.token_ids)", {"read_at": IDS.flip(1)}),
     ],
 )
 def test_step_refuses_arguments_that_do_not_fit(message, change):

@@ -33,8 +33,8 @@ class Logits(LogitsSource):
         scale: The factor of the logits, above 0.
         softcap: The softcap of the scaled logits, above 0; None for none.
         rows: The rows of (L, V) logits to use as token positions, (N,) integers, without the copy that indexing would
-            make; None for all. They must be different and at least 0, which is not checked: a row that occurs twice
-            would lose the gradient of one position.
+            make; None for all. They must be different, which is not checked: a row that occurs twice would lose the
+            gradient of one position; and in [0, L), which is checked on a CPU only.
         donate: Whether the backward pass writes the gradient over the logits, so that no second tensor of their size is
             made. Then nothing else may need the logits, and a second backward pass raises RuntimeError. This is for
             whole tensors only, with none of the settings above except for `rows`.

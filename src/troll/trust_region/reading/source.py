@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_integers, shape_text
+from ..checks import check_integers, check_tokens_in, shape_text
 from ..kernels import MAX_OUTCOMES, use_triton
 from .tiles import Support, Tile, Transform, Upstream
 from .vocabulary import Vocabulary
@@ -108,6 +108,8 @@ class LogitsSource(ABC):
                 f"rows (N,) go with {tensor_name} (L, {last}), "
                 f"got {shape_text(self.rows.shape)} and {shape_text(tensor.shape)}"
             )
+        if self.rows.device.type == "cpu":  # on a GPU, this would wait for the device
+            check_tokens_in("rows", self.rows, len(tensor))
 
 
 def slices(length: int, size: int) -> Iterator[slice]:

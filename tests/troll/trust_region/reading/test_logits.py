@@ -198,12 +198,14 @@ def test_donate_takes_view_of_whole():
         ("temperature must be above 0", {"temperature": float("nan")}),
         ("scale must be above 0", {"scale": -1.0}),
         ("softcap must be above 0", {"softcap": 0.0}),
+        ("rows must be in [0, 2), got 2", {"rows": torch.tensor([0, 2])}),
+        ("rows must be in [0, 2), got -1", {"rows": torch.tensor([-1])}),
         ("rows must be integers", {"rows": torch.tensor([0.5])}),
         ("rows must be integers", {"rows": torch.tensor([True, False])}),
         ("rows (N,) go with logits (L, V), got (1, 1) and (2, 7)", {"rows": torch.tensor([[1]])}),
         ("logits (L, V), got (1) and (2, 3, 7)", {"rows": torch.tensor([1]), "logits": torch.zeros(2, 3, 7)}),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_logits_refuse_arguments_that_do_not_fit(message, arguments):
     with pytest.raises(ValueError, match=re.escape(message)):
