@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 
@@ -56,6 +57,8 @@ def refuse_head(head: Any) -> None:
             f"the LM head has an adapter ({name} of PEFT), which would have to be multiplied out for the whole "
             "vocabulary: leave it out of target_modules, or train it whole with modules_to_save"
         )
+    if isinstance(head, FullyShardedDataParallel):
+        raise ValueError("FSDP 1 has made the LM head a unit of its own, which it does not gather for a reading")
     if hasattr(head, "token_adapter"):  # its weight is made of the base's and the trained rows, each time it is read
         base = head.token_adapter.base_layer.weight
         if isinstance(base, DTensor) or hasattr(base, "ds_id"):

@@ -32,7 +32,8 @@ def begin_sample() -> None:
     Ray sends verl's agent-loop workers by value, with the methods of the time when verl was imported. So this changes
     only classes that a worker imports.
     """
-    _turns.set([])
+    if _turns.get(None) is None:  # a loop within a loop belongs to its sample
+        _turns.set([])
     _carry_old_policies()
 
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from troll.huggingface.adapters import refuse_merging
-from troll.huggingface.forward import REQUEST, ReadingRequest, accept_requests, causal_lm, checked_output
+from troll.huggingface.forward import REQUEST, ReadingRequest, accept_requests, causal_lm, checked_output, unwrapped
 from troll.huggingface.head import refuse_head
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Hook
@@ -69,7 +69,7 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
             self.hook.begin(labels, self._response_tokens(micro_batch, output_args))
             if self.from_head:
                 inputs[REQUEST] = self._request(self.hook, micro_batch, inputs["input_ids"])
-            elif not gives_logits(causal_lm(self.module)):
+            elif not gives_logits(unwrapped(self.module)):
                 raise ValueError(
                     "TROLL needs logits here, and the fused kernels of another engine in this process have replaced "
                     "them: set actor_rollout_ref.model.use_fused_kernels=False"

@@ -49,7 +49,8 @@ def sums_of(step: TrustRegionStep, mask: Tensor, numbers: Tensor, data: TensorDi
         totals["reward"] = masked_total(rewards, counted)
         lengths = data["response_mask"].offsets().diff()
         of_tokens = rewards.repeat_interleave(lengths, output_size=len(data["response_mask"].values()))
-        least = rounding * of_tokens[numbers].abs()
+        # Advantages do not grow with an offset of the rewards.
+        least = (rounding * of_tokens[numbers].abs()).clamp(max=rounding)
         minima["least_reward"] = torch.where(counted, rewards, torch.inf).min()
     teaching = (mask & (advantages.abs() > least)).sum()
     return Tally(totals, minima=minima, counts={"teaching": teaching.to(step.entropy)})
@@ -123,6 +124,8 @@ class KLTargetScheduler:
             The metrics of the update: the KL that is wanted, and the rate before the schedule.
         """
         age = self._age
+        if age > self._target.last_age:  # more updates than the last rollout had
+            self._target.expect(age + 1)
         self._target.update(
             means["kl_before_mean"],
             age,

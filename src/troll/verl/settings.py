@@ -81,6 +81,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     rollout_engine_kwargs: Any = None
     rollout_name: str | None = None
     rollout_is_disaggregated: bool = False
+    rollout_full_determinism: bool = False
     rollout_logprobs_mode: str = "processed_logprobs"
     trainer_mode: str = "sync"
     train_batch_size: int = 1
@@ -197,6 +198,11 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_LOSS}.anchor=rollout needs log-probabilities at the sampling temperature: set "
                 f"{_ROLLOUT}.logprobs_mode=processed_logprobs, and none in its engine_kwargs, not {mode}"
             )
+        if self.rollout_full_determinism:
+            raise ValueError(
+                f"{_LOSS}.anchor=rollout needs requests with ids of their own, and {_ROLLOUT}.full_determinism=True "
+                "may give several the same: set it to False, or anchor=old"
+            )
         if self.rollout_is_disaggregated or self.rollout_name in ("sglang", "trtllm"):
             raise ValueError(
                 f"{_LOSS}.anchor=rollout needs a rollout that reports its distributions: set "
@@ -240,6 +246,8 @@ class _TrollActor:
     use_prefix_grouper: bool
     ppo_epochs: int
     ppo_mini_batch_size: int
+    loss_agg_mode: str
+    loss_scale_factor: int | None
 
     #: The values of `strategy` that have an engine.
     strategies: tuple[str, ...]
@@ -273,6 +281,12 @@ class _TrollActor:
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
         """Runs verl's checks on the driver, and warns if the trust region can never do anything."""
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
+            warnings.warn(
+                f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each micro-batch, "
+                f"so the gradient depends on its size: set {_ACTOR}.loss_scale_factor to data.max_response_length",
+                stacklevel=2,
+            )
         if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
             return
         warnings.warn(

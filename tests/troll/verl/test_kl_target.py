@@ -171,6 +171,25 @@ def test_updates_that_teach_nothing_move_nothing(follow: Any, field: str) -> Non
     assert run.state["walked"][-6:] == run.rates[-6:] and run.rates[-1] != run.rates[0]
 
 
+@pytest.mark.parametrize(("reward", "moves"), [(0.0, True), (12.0, True), (0.3, False)])
+def test_advantages_count_but_for_rounding(follow: Any, reward: float, moves: bool) -> None:
+    """An offset of the rewards makes no difference; GRPO makes advantages of 0.029 of equal rewards of 0.3."""
+    samples = rollout()
+    if not moves:
+        samples = [dataclasses.replace(x, advantages=torch.full_like(x.advantages, 0.029)) for x in samples]
+    run = follow()
+    rewards = [torch.zeros(len(x.response)).index_fill(0, torch.tensor([0]), reward) for x in samples]
+    run.rollouts(1, as_batch(samples, rm_scores=rewards))
+    assert (min(run.state["walked"]) > 0) == moves and (max(run.state["walked"]) > 0) == moves
+
+
+def test_more_updates_than_planned_want_no_larger_kl() -> None:
+    _, scheduler = scheduled(1e-2)
+    means = {"kl_before_mean": 0.01, "teaching": 1.0, "entropy": 1.0}
+    wanted = [scheduler.update(means)["kl_target/wanted"] for _ in range(32)]
+    assert wanted[-1] == pytest.approx(0.03 * math.sqrt(31 / 7))
+
+
 @pytest.mark.parametrize("of", ["logits", "gradients"])
 def test_skipped_update_is_not_walked(follow: Any, of: str) -> None:
     def broken(_module: Any, _inputs: Any, hidden: Tensor) -> Tensor:

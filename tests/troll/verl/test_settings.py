@@ -134,6 +134,7 @@ REFUSED_OF_VERL: dict[tuple[str, ...], str] = {
     (*REPORTED, f"{ROLLOUT}.name=sglang"): r"rollout\.name=vllm",
     (*REPORTED, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"): "not raw_logprobs",
     (*REPORTED, f"{ROLLOUT}.disaggregation.enabled=true"): "without disaggregation",
+    (*REPORTED, f"{ROLLOUT}.full_determinism=true"): r"full_determinism=True .* set it to False",
     (f"{ROLLOUT}.engine_kwargs.vllm.logits_processors=[mine.Bias]",): r"logits_processors.*leave them out",
     (f"{ROLLOUT}.repetition_penalty=1.05",): r"repetition_penalty .* set it to 1",
     (f"{ROLLOUT}.temperature=0.001",): r"temperature must be at least 0\.01, .*got 0\.001",
@@ -235,6 +236,14 @@ def test_warning_if_there_is_one_update_per_rollout(recwarn: pytest.WarningsReco
     assert not [warning for warning in recwarn if warning.category is UserWarning]
     with pytest.warns(UserWarning, match=r"one update per rollout.*ppo_mini_batch_size \(4\).*ppo_epochs"):
         on_the_driver(one_update)
+
+
+def test_warning_if_a_loss_depends_on_the_size_of_micro_batches(recwarn: pytest.WarningsRecorder) -> None:
+    sums = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+    on_the_driver(sums, f"{ACTOR}.loss_scale_factor=16")
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
+    with pytest.warns(UserWarning, match=r"set .*loss_scale_factor to data\.max_response_length"):
+        on_the_driver(sums)
 
 
 def test_actor_needs_its_settings() -> None:
