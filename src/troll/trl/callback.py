@@ -65,11 +65,10 @@ class TrollCallback(TrainerCallback):
         if trainer.args.kl_target is not None:
             trainer.kl_target_rate = KLTargetRate(trainer, trainer.lr_scheduler, (resumed or {}).get(KL_TARGET))
         elif resumed is not None and KL_TARGET in resumed and state.is_world_process_zero:
-            peak = max(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).base_lrs)
             warnings.warn(
                 f"the checkpoint's learning rate followed a KL target, and was {resumed[KL_TARGET]['rate']:.2g} before "
-                f"the schedule. Without kl_target it becomes {peak:.2g}, the checkpoint's learning_rate. If this is "
-                "not what you want, begin a new run from its weights",
+                "the schedule. Without kl_target it becomes the checkpoint's learning_rate, of which the search began "
+                "at a hundredth. If this is not what you want, begin a new run from its weights",
                 stacklevel=2,
             )
         if resumed is None:

@@ -75,7 +75,8 @@ def troll_loss(
     per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
     loss = aggregate(per_token, mask, aggregation, max_length, num_tokens)
     tally = step_tally(step, mask)
-    return loss, tally.values(empty=0.0) | {"kl_before_mean": tally.values()["kl_before_mean"]}
+    kl, count = tally.totals["kl_before_mean"]
+    return loss, tally.values(empty=0.0) | {"kl_before_mean": kl / count}  # NaN for 0 / 0
 
 
 def _counting(step: TrustRegionStep, mask: Tensor) -> TrustRegionStep:

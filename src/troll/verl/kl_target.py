@@ -170,7 +170,7 @@ class KLTargetScheduler:
         self.scheduler.load_state_dict(schedule)
         if own is not None:
             found = dict(own)
-            made, planned = found.pop("updates"), found.pop("planned")
+            made, planned = found.pop("updates"), found.pop("planned", self._planned)
             if planned == self._planned:  # else the configuration has changed, and says what comes
                 self._target.expect(made)
             self._target.load_state_dict(found)

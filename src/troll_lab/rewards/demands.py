@@ -73,14 +73,13 @@ def _changed_state(node: ast.AST) -> str | None:
         return None if is_read else "the environment is changed"
     if not isinstance(node, ast.Call):
         return None
-    function, given = ast.unparse(node.func), [*node.args[1:2], *(keyword.value for keyword in node.keywords)]
+    function = ast.unparse(node.func)
+    modes = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
     if function in ("os.chdir", "os.putenv", "os.environ.update", "os.environ.setdefault", "os.environ.pop"):
         return "the environment is changed"
-    if function in ("random.seed", "np.random.seed", "numpy.random.seed"):
-        return "random numbers are seeded"
-    if re.search(r"(?:^|\.)patch(?:\.object|\.dict)?$", function):
+    if re.fullmatch(r"(?:(?:unittest\.)?mock\.)?patch(?:\.object|\.dict)?", function):
         return None if any(map(_is_stream, node.args)) else "a name is patched"
-    is_written = function.endswith((".write_text", ".write_bytes")) or (function == "open" and any(map(_writes, given)))
+    is_written = function.endswith((".write_text", ".write_bytes")) or (function == "open" and any(map(_writes, modes)))
     return "a file is written" if is_written else None
 
 

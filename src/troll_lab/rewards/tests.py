@@ -23,6 +23,8 @@ _FIELDS = (
 
 #: What runs the methods of a `TestCase` and only prints which of them failed.
 _RUNNERS = {"unittest.main", "unittest.TextTestRunner", "TextTestRunner"}
+#: What tells of a runner's failures.
+_RESULTS = {"wasSuccessful", "failures", "errors"}
 
 
 def parse_tests(text: str) -> Tests:
@@ -84,8 +86,7 @@ def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, 
     if not isinstance(plain, bool):
         raise ValueError(f"plain takes true or false, got {str(plain)[:40]!r}")
     trees = [_parsed(setup, "setup"), *(_parsed(test, f"test {index}") for index, test in enumerate(tests))]
-    for index, tree in enumerate(trees[1:]):
-        _require_checks(tree, f"test {index}", later=trees[index + 2 :])
+    _require_checks(trees[1:])
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = {name for node in nodes for name in _bound_names(node)} | set(names)
     through_attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -99,28 +100,42 @@ def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, 
     return CodeTests(tests, setup, names, others, modules, plain)
 
 
-def _require_checks(tree: ast.Module, what: str, later: Sequence[ast.Module]) -> None:
-    """Refuses a test that every program passes, since nothing calls it or it reports its failures by printing."""
-    if all(map(_only_defines, tree.body)):
-        named = {name for statement in tree.body for node in _defining(statement) for name in _bound_names(node)}
-        if not any(isinstance(node, ast.Name) and node.id in named for each in later for node in ast.walk(each)):
-            raise ValueError(f"{what} runs nothing, so that every program would pass it: call what it defines")
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)]
-    if runner := {ast.unparse(node) for node in nodes} & _RUNNERS:
-        raise ValueError(f"{what} uses {runner.pop()}, whose failures do not raise: call the tests' methods")
+def _require_checks(tests: Sequence[ast.Module]) -> None:
+    """Refuses tests that every program passes, since nothing calls them or they report their failures by printing."""
+    if all(_only_defines(statement) for tree in tests for statement in tree.body):
+        raise ValueError("the tests run nothing, so that every program would pass them: call what they define")
+    for index, tree in enumerate(tests):
+        later = {node.id for each in tests[index:] for node in ast.walk(each) if isinstance(node, ast.Name)}
+        for statement in tree.body:
+            if _is_test(statement) and statement.name not in later:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"test {index} defines {statement.name}, and nothing runs it: call it"  # type: ignore[attr-defined]
+                )
+        running = [node for part in tree.body if not _only_defines(part) for node in ast.walk(part)]
+        runners = {ast.unparse(node) for node in running if isinstance(node, ast.Attribute | ast.Name)} & _RUNNERS
+        if runners and not _RESULTS & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}:
+            raise ValueError(f"test {index} uses {runners.pop()}, whose failures do not raise: call the tests' methods")
+
+
+def _is_test(statement: ast.stmt) -> bool:
+    """Whether it is a function or a class that pytest or unittest would run."""
+    is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and not statement.decorator_list
+    return (is_function or isinstance(statement, ast.ClassDef)) and statement.name.lower().startswith("test")  # type: ignore[attr-defined]
 
 
 def _only_defines(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.If):  # the tests are not the main module
-        return "__name__" in {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)}
-    is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return is_constant or isinstance(
-        statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Pass
-    )
-
-
-def _defining(statement: ast.stmt) -> Iterator[ast.AST]:
-    yield from statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else (statement,)
+    match statement:
+        case ast.If(orelse=[]):  # the tests are not the main module
+            return ast.unparse(statement.test) in ("__name__ == '__main__'", "'__main__' == __name__")
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return not (statement.decorator_list or statement.args.defaults or any(statement.args.kw_defaults))
+        case ast.ClassDef():
+            return not statement.decorator_list and all(map(_only_defines, statement.body))
+        case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom() | ast.Pass():
+            return True
+        case ast.Assign(value=ast.Constant()):
+            return True
+    return False
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:

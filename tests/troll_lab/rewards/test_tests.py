@@ -85,14 +85,16 @@ def test_parse_tests_infers_names_of_the_program(source, inferred, modules):
         ('{"inputs": [1], "outputs": ["1"]}', "inputs takes a list of str"),
         ('{"inputs": ["1"], "outputs": ["1"], "compare": "words"}', "compare takes one of tokens, numbers, got 'wo"),
         *(
-            (json.dumps({"asserts": ["assert f()", test]}), "test 1 runs nothing, so that every program would pass it")
+            (json.dumps({"asserts": [test, "import math"]}), "the tests run nothing, so that every program would pass")
             for test in (
-                *("", "# assert f() == 2", "'assert f()'", "def test_f():\n    assert f()", "import math"),
+                *("", "# assert f() == 2", "'assert f()'", "def test_f():\n    assert f()"),
                 "class T(unittest.TestCase):\n    def test_f(self): self.assertTrue(f())",
                 "async def t(): assert await f()",
                 "def check(c): assert c()\nif __name__ == '__main__':\n    check(f)",
             )
         ),
+        ('{"asserts": ["assert f()", "def test_f(): assert f() == 2"]}', "test 1 defines test_f, and nothing runs it"),
+        ('{"asserts": ["assert f()", "class TestF: pass"]}', "test 1 defines TestF, and nothing runs it"),
         *(
             (json.dumps({"asserts": [f"import unittest\n{test}"]}), "whose failures do not raise")
             for test in ("unittest.main(exit=False)", "unittest.TextTestRunner().run(suite)")
@@ -103,6 +105,24 @@ def test_parse_tests_infers_names_of_the_program(source, inferred, modules):
 def test_parse_tests_names_mistakes(text, message):
     with pytest.raises(ValueError, match=message):
         parse_tests(text)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["import math", "assert f()"],
+        ["def helper(x): return x", "assert f()", ""],
+        ["def test_f(): assert f()", "test_f()"],
+        ["def test_f(): assert f()\nif __name__ != '__main__':\n    test_f()"],
+        ["class T:\n    assert f()"],
+        ["@run\ndef test_f(): assert f()"],
+        ["import unittest\nassert unittest.TextTestRunner().run(suite).wasSuccessful()"],
+        ["import unittest\nassert f()\nif __name__ == '__main__':\n    unittest.main()"],
+    ],
+    ids=str,
+)
+def test_parse_tests_takes_tests_that_run_something(tests):
+    assert datasets.code_tests(json.dumps({"asserts": tests})).tests == tuple(tests)
 
 
 def test_parse_tests_infers_names_of_the_real_tasks():

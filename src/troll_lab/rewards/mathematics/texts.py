@@ -58,7 +58,8 @@ _CODE = re.compile(r"(?!\d+e\d+$)[a-z\d]*[a-z]\d[a-z\d]*")
 _BASE = re.compile(r"_\{?\w+\}?$")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
-    rf"(?<![\w.,/^)}}])(\d[\d,]*(?:\.\d+)?)( *(?:\\text\{{ *)?)({'|'.join(_SCALES)})(?![A-Za-z-])", re.ASCII
+    rf"(?<![\w.,/^)}}])(\d[\d,]*(?:\.\d+)?)( *(?:\\text\{{ *)?)({'|'.join(_SCALES)})s?(?![A-Za-z-])",
+    re.ASCII | re.IGNORECASE,
 )
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
 # Letters that are variables in most mathematics, and seldom make a word.
@@ -81,6 +82,9 @@ _ARITHMETIC = re.compile(
 )
 
 
+_PART = re.compile(r"halves|\w*(?:rd|th)s|lakhs?|crores?")
+
+
 def tidy(text: str) -> str:
     """Writes an answer in one notation, without signs that do not change its value."""
     text = canonical(text.strip("\u200b\ufeff").rstrip("\\ ")).rstrip("\\ ,;:").lstrip("= ")
@@ -101,7 +105,7 @@ def tidy(text: str) -> str:
 
 
 def _multiplied(match: re.Match[str]) -> str:
-    return format(Decimal(match[1].replace(",", "")).scaleb(_SCALES[match[3]]), "f") + match[2]
+    return format(Decimal(match[1].replace(",", "")).scaleb(_SCALES[match[3].lower()]), "f") + match[2]
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -217,8 +221,8 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
     - `18 \approx 20`: the parser reads the left side. Allowed where the gold answer is approximate itself;
     - `1011_3`: the parser ignores the base of a number. Allowed where the gold answer has the same;
     - `18 \text{ or twenty}`, `\text{not } 18`: the text would be a unit. `1 \text{ or } 2` is a list of two;
-    - `18 \text{ tenths}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Both answers have to have
-      the same of these words;
+    - `18 \text{ tenths}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Allowed where the gold answer
+      has the same words. Of these, the answer has to repeat fractions, such as the tenths of a gold answer;
     - `CBA` for `ABC`: letters are factors, in any order, which is right only for products such as `xy` and `yx`.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or partners_of(answer) is None:
@@ -233,7 +237,8 @@ def _is_ambiguous(gold: str, answer: str) -> bool:
     groups = [words.strip() for words in _WORDS.findall(answer)]
     if any(_ALTERNATIVE.search(words) and words.strip(" ,").lower() not in ("and", "or") for words in groups):
         return True
-    return _arithmetic(answer) != _arithmetic(gold)
+    said, expected = _arithmetic(answer), _arithmetic(gold)
+    return not said <= expected or any(_PART.fullmatch(word) for word in expected - said)
 
 
 def _arithmetic(text: str) -> set[str]:
@@ -251,8 +256,10 @@ def _is_anagram(gold: str, answer: str) -> bool:
 
 def _code(text: str) -> str | None:
     """Letters and digits in a row, in which the order counts, with small letters and without a number's base."""
-    code = _BASE.sub("", re.sub(r"\s", "", _with_plain_words(text))).lower()
-    return code if _CODE.fullmatch(code) else None
+    word = _BASE.sub("", text)
+    code = _WORDS.fullmatch(word)[1].strip() if _WORDS.fullmatch(word) else word  # type: ignore[index]
+    is_product = code.islower() and word == text  # x2 may be a sloppy 2x
+    return code.lower() if _CODE.fullmatch(code.lower()) and not is_product else None
 
 
 def _word(text: str) -> str | None:
