@@ -60,7 +60,7 @@ RIGHT = {
     r"\sqrt[3]{1-x}": (r"-\sqrt[3]{x-1}", r"-(x-1)^{1/3}"), "-2": (r"\sqrt[3]{-8}",), "x^{2/3}": (r"\sqrt[3]{x^2}",),
     r"2\text{ and }3": ("2,3", r"3\text{ and }2"), "5 and 12": (r"\{5,12\}",), r"2\text{ or }3": ("2, 3",),
     r"5\text{ Million}": (r"5\text{ million}", "5 millions"), r"12\text{ squared units}": ("12",), "x2": ("2x",),
-    "2A3_{16}": ("2A3", r"\text{2A3}_{16}"), "H2O": (r"\text{H2O}", "h2o"), r"n \bmod 3": (r"n \mod 3",),
+    "2A3_{16}": ("2A3", r"\text{2A3}_{16}"), "H2O": (r"\text{H2O}",), r"n \bmod 3": (r"n \mod 3",),
     r"\{1,2,\ldots,10\}": (r"\{1, 2, \dots, 10\}",),
     r"\text{B}": (r"\text{B.}", r"\textbf{(B).}", r"\text{(B)}", "b"),
     "3+4i": ("3+4 i", r"3+4\mathrm{i}", "4i+3", r"3 + 4\,i", r"3 + 4 \cdot i"),
