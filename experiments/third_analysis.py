@@ -63,7 +63,7 @@ class Contest:
 
     def finals(self, method: str) -> dict[int, float]:
         """A method's final success at its constant rate, by seed."""
-        return {seed: run.success_after for seed, run in self.runs[self.at(method)[-1]].items()}
+        return self._finals(self.at(method)[-1])
 
     def targeted(self, method: str) -> dict[int, float]:
         """A method's final success with the target, the mean over starts, for each seed that has them all."""
@@ -84,10 +84,10 @@ class Contest:
     def changes(self, method: str) -> list[SeedMean | None]:
         """Success with the target minus that at the constant rate, from each start, the lowest first."""
         constant = self.finals(method)
-        return [
-            paired_difference({seed: run.success_after for seed, run in self.runs[arm].items()}, constant)
-            for arm in self.at(method)[:-1]
-        ]
+        return [paired_difference(self._finals(arm), constant) for arm in self.at(method)[:-1]]
+
+    def _finals(self, arm: Arm) -> dict[int, float]:
+        return {seed: run.success_after for seed, run in self.runs[arm].items()}
 
     def _differences(
         self, methods: Iterable[str], difference: Callable[[Sequence[float], float], float]

@@ -115,7 +115,7 @@ def _headline(comparison: Comparison) -> tuple[str, str]:
     for one in found:
         interval = interval_of(one.estimate)
         first, second = short_name(one.first, members), short_name(one.second, members)
-        if interval is None and is_constant(one.estimate) and abs(one.estimate.mean) >= ROUNDING:
+        if is_constant(one.estimate) and abs(one.estimate.mean) >= ROUNDING:
             ahead, behind = (first, second) if one.estimate.mean > 0 else (second, first)
             by = formatted(abs(one.estimate.mean), measure)
             clear.append(f"{ahead} is ahead of {behind} by {by}{DIFFERENCE_UNITS[measure]}, the same for every seed")

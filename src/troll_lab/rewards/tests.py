@@ -107,20 +107,25 @@ def _require_checks(tests: Sequence[ast.Module]) -> None:
     for index, tree in enumerate(tests):
         later = {node.id for each in tests[index:] for node in ast.walk(each) if isinstance(node, ast.Name)}
         for statement in tree.body:
-            if _is_test(statement) and statement.name not in later:  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"test {index} defines {statement.name}, and nothing runs it: call it"  # type: ignore[attr-defined]
-                )
+            name = _test_name(statement)
+            if name is not None and name not in later:
+                raise ValueError(f"test {index} defines {name}, and nothing runs it: call it")
         running = [node for part in tree.body if not _only_defines(part) for node in ast.walk(part)]
         runners = {ast.unparse(node) for node in running if isinstance(node, ast.Attribute | ast.Name)} & _RUNNERS
         if runners and not _RESULTS & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}:
             raise ValueError(f"test {index} uses {runners.pop()}, whose failures do not raise: call the tests' methods")
 
 
-def _is_test(statement: ast.stmt) -> bool:
-    """Whether it is a function or a class that pytest or unittest would run."""
-    is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and not statement.decorator_list
-    return (is_function or isinstance(statement, ast.ClassDef)) and statement.name.lower().startswith("test")  # type: ignore[attr-defined]
+def _test_name(statement: ast.stmt) -> str | None:
+    """The name of a function or a class that pytest or unittest would run; None for other statements."""
+    match statement:
+        case (
+            ast.FunctionDef(name=name, decorator_list=[])
+            | ast.AsyncFunctionDef(name=name, decorator_list=[])
+            | ast.ClassDef(name=name)
+        ) if name.lower().startswith("test"):
+            return name
+    return None
 
 
 def _only_defines(statement: ast.stmt) -> bool:

@@ -191,9 +191,9 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
 def mbpp(config: TaskConfig, argument: str = "") -> Task:
     """Loads MBPP: short functions, each asked for in a sentence and by its tests, which are part of the prompt.
 
-    It reads the hub's `full` configuration, and holds out its split `test`. A local file with tasks from
-    11 to 510 and from 601 to 974 is divided as by the data set's authors: the first are held out, and the others are to
-    train on. Of another local file, the last rows are held out.
+    It reads the hub's `full` configuration, and holds out its split `test`. A local file with tasks from 11 to 510 and
+    from 601 to 974 is divided as by the data set's authors: the first are held out, and the others are to train on. Of
+    another local file, the last rows are held out.
     """
 
     def read(row: Row) -> Example:

@@ -9,6 +9,7 @@ from typing import Any
 
 from troll_lab.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
 from troll_lab.rewards.mathematics import MathGrader
+from troll_lab.rewards.mathematics.texts import PLAIN_NUMBER
 from troll_lab.tasks.dataset_task import (
     FLAG,
     Example,
@@ -30,7 +31,6 @@ _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
-_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d\S*)?")
 
 # Instructions in the data sets' questions. If a model is asked for two formats, one of them must be wrong.
@@ -155,7 +155,7 @@ def after_hashes(solution: str) -> str:
     """
     _, marker, answer = solution.rpartition("####")
     answer = answer.strip().replace(",", "")
-    if not marker or not _PLAIN_NUMBER.fullmatch(answer):
+    if not marker or not PLAIN_NUMBER.fullmatch(answer):
         raise ValueError(f"it must end in '#### <number>', got {solution[-60:]!r}")
     return answer
 

@@ -18,10 +18,10 @@ from sympy.core.function import AppliedUndef
 from sympy.parsing import sympy_parser
 
 from troll_lab.rewards.mathematics.reading import Answer, Item, read
+from troll_lab.rewards.mathematics.texts import PLAIN_NUMBER
 
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
 _SPACE = re.compile(r"(?<![\d.]) | (?![\d.])", re.ASCII)  # not in `10 18`
-_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 # Operators with a symbol of their own, which no number can replace.
 _BINDING = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 # Operators that an answer may leave unevaluated.
@@ -132,7 +132,7 @@ class _Comparison:
         return not left
 
     def _is_same_item(self, gold: Item, answer: Item) -> bool:
-        if _PLAIN_NUMBER.fullmatch(gold.text) and _PLAIN_NUMBER.fullmatch(answer.text):
+        if PLAIN_NUMBER.fullmatch(gold.text) and PLAIN_NUMBER.fullmatch(answer.text):
             return Fraction(gold.text) == Fraction(answer.text)
         if gold.variable and answer.variable and gold.variable.lower() != answer.variable.lower():
             return False

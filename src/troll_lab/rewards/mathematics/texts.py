@@ -11,6 +11,8 @@ from troll_lab.rewards.mathematics.notation import canonical, partners_of
 
 #: Longer texts are not compared: the longest gold answer in the tasks' data sets has a few hundred characters.
 MAX_CHARACTERS = 2000
+#: A number without an exponent and thousands separators.
+PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", re.ASCII)
@@ -257,7 +259,8 @@ def _is_anagram(gold: str, answer: str) -> bool:
 def _code(text: str) -> str | None:
     """Letters and digits in a row, in which the order counts, with small letters and without a number's base."""
     word = _BASE.sub("", text)
-    code = _WORDS.fullmatch(word)[1].strip() if _WORDS.fullmatch(word) else word  # type: ignore[index]
+    inside = _WORDS.fullmatch(word)
+    code = inside[1].strip() if inside else word
     is_product = code.islower() and word == text  # x2 may be a sloppy 2x
     return code.lower() if _CODE.fullmatch(code.lower()) and not is_product else None
 
