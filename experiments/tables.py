@@ -353,7 +353,9 @@ COURSE = (1, 2, 3, 5, 10, 15, 20, 40)
 
 
 def third_course(found: third_analysis.Contest) -> str:
-    """The rate and the success in training in some rollouts, over seeds: the geometric mean, and the mean.
+    """The rate before the schedule and the success in training in some rollouts, as means over seeds.
+
+    The mean of rates is the geometric one.
 
     Args:
         found: The counted runs of a regime.
@@ -365,16 +367,18 @@ def third_course(found: third_analysis.Contest) -> str:
         for arm in found.at(method):
             runs = list(found.runs[arm].values())
             name = f"at {rate_text(arm.rate)}" if arm.target is None else f"from {rate_text(arm.rate)}"
-            lines.append([second.METHODS[method].name, name, *(_course(runs, rollout) for rollout in rollouts)])
+            lines.append(
+                [second.METHODS[method].name, name, *(_course(found.regime, runs, rollout) for rollout in rollouts)]
+            )
     return table(["", "rate", *(f"rollout {rollout}" for rollout in rollouts)], lines)
 
 
-def _course(runs: Sequence[Result], rollout: int) -> str:
+def _course(regime: third.Regime, runs: Sequence[Result], rollout: int) -> str:
     reached = [run for run in runs if len(run.curve) >= rollout]
     if not reached:
         return NOTHING
     success = percent(fmean(run.curve[rollout - 1] / run.completions for run in reached))
-    rates = [run.rates[rollout - 1] for run in reached if run.rates]
+    rates = [run.rates[rollout - 1] / regime.schedule(rollout) for run in reached if run.rates]
     return f"{_short(geometric_mean(rates))}: {success}" if rates else success
 
 

@@ -34,6 +34,7 @@ class Regime:
         changes: What all its runs change in the recipe.
         starts: The values of `learning_rate` with the target.
         former: The table of the second part's runs of the regime; None if it has none.
+        decay: The number of updates in which the recipe's schedule takes the rate to 0; None for a constant one.
         gates: Whether the hypotheses are decided here.
     """
 
@@ -46,12 +47,17 @@ class Regime:
     changes: Changes = field(default_factory=dict)
     starts: Sequence[float] = STARTS
     former: str | None = None
+    decay: int | None = None
     gates: bool = True
 
     @property
     def last_age(self) -> int:
         """A, the age of a rollout's last update."""
         return self.updates - 1 + self.staleness
+
+    def schedule(self, rollout: int) -> float:
+        """What the recipe's schedule multiplies the rate by in the last update of a rollout, counted from 1."""
+        return 1.0 if self.decay is None else 1 - (self.updates * rollout - 1) / self.decay
 
 
 #: The regimes by the names of their tables, in the order in which their runs are made.
@@ -113,6 +119,7 @@ REGIMES = {
         },
         changes={"model_name_or_path": "models/SmolLM2-135M-Instruct"},
         starts=(1e-2,),
+        decay=128,
     ),
 }
 

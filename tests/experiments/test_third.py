@@ -74,6 +74,8 @@ def test_ages_are_those_of_the_recipes() -> None:
         for arm in third.arms(name)[:1]:
             training = third_runs.planned_run(name, arm, 40).recipe.training
             assert (training.updates_per_rollout, training.anchor_staleness) == (regime.updates, regime.staleness)
+            decays = {"constant": None, "linear": training.max_steps}
+            assert regime.decay == decays[str(training.lr_scheduler_type.value)]
     assert all(predictions.LAWS[predictions.LAW](age) == pytest.approx(wanted_kl(1, age, age)) for age in (7, 31, 135))
 
 
@@ -270,6 +272,12 @@ def test_page_shows_the_third_part_with_and_without_runs(tmp_path: Path) -> None
     assert "|  | rate | rollout 1 | rollout 2 | rollout 3 |\n" in text  # more are not there
     assert "| TROLL | from 1e-6 | 1.0e-6: 6.2 | 1.0e-4: 25.0 | 2.0e-4: 50.0 |\n" in text
     assert "| TROLL | at 3e-5 | 6.2 | 25.0 | 50.0 |\n" in text
+
+
+def test_course_has_rates_before_schedule(tmp_path: Path) -> None:
+    text, _ = fill({"third-smollm2": rows("third-smollm2")}, tmp_path, "{{course third-smollm2}}")
+    # After 8, 16 and 24 of 128 updates: rates over 121/128, 113/128 and 105/128.
+    assert "| TROLL | from 1e-2 | 1.1e-2: 6.2 | 1.1e-4: 25.0 | 2.4e-4: 50.0 |\n" in text
 
 
 def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

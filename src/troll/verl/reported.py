@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from troll import PackedPolicy
+from troll import PackedPolicy, SparsePolicy
 from troll.trust_region.checks import check_tokens_in
 from troll.trust_region.policy.sparse import check_capture
-from troll.trust_region.policy.top import LARGEST_TOTAL, SMALLEST_TOTAL
+from troll.trust_region.policy.top import LARGEST_TOTAL, SMALLEST_TOTAL, Top, slots_in_order
 from troll.trust_region.probabilities import PROBABILITY_FLOOR
 from troll.verl.records import from_records, to_record, without_policies
 
@@ -58,88 +58,64 @@ def old_policy_record(
             f"token_ids and log_probs must be (T, 1 + M) with one M of at least 1, got {tuple(token_ids.shape)} and "
             f"{tuple(log_probs.shape)}"
         )
+    check_tokens_in("token_ids", token_ids[:, 0], vocab_size)
     top_k, mass_threshold = min(top_k, vocab_size), 0.0 if truncated else mass_threshold
-    policy = _packed(token_ids.int(), log_probs.float(), vocab_size, top_k, mass_threshold, truncated)
-    return to_record(replace(policy, temperature=temperature))
-
-
-def _packed(
-    token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, mass_threshold: float, truncated: bool
-) -> PackedPolicy:
-    """The policies that `capture_top` would make: keeps tokens until they cover 1 − δ, and the sampled one."""
-    sampled, own = token_ids[:, :1], log_probs[:, :1]
-    ids, logs = token_ids[:, 1 : 1 + top_k], log_probs[:, 1 : 1 + top_k]
-    if bool((logs[:, 1:] > logs[:, :-1]).any()):
-        raise ValueError("log_probs must be in descending order after the sampled token's")
-    probs, is_sampled = logs.double().exp(), ids == sampled
-    among = is_sampled.any(-1, keepdim=True)
-    covered = probs.cumsum(-1)
-    total = covered[:, -1:] + own.double().exp().masked_fill(among, 0)
-    if not bool((total <= LARGEST_TOTAL).all()):
-        raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total.max().item():.3g}")
-    everything = ids.shape[1] + (~among).int() == vocab_size
-    left = (1 - total).clamp(min=PROBABILITY_FLOOR).masked_fill(everything | truncated, 0)
-    whole = total + left
-
+    sampled = token_ids[:, 0].long()
+    top = _top(token_ids[:, 1:].long(), log_probs[:, 1:].float(), sampled, log_probs[:, 0].float(), vocab_size, top_k)
     if truncated:
-        used = logs > -torch.inf
-    elif mass_threshold > 0:  # a slot is used while it and everything after it hold more than the threshold
-        used = whole - covered + probs > mass_threshold * whole
-    else:
-        used = torch.ones_like(is_sampled)
-    counts = used.sum(-1, keepdim=True)
-    # The sampled token's own slot, where it is not among the used ones: after them, or the last one's.
-    added = ~(used & is_sampled).any(-1, keepdim=True)
-    if truncated and not bool(((total >= SMALLEST_TOTAL) & (counts + added.int() <= top_k)).all()):
-        raise ValueError(
-            f"log_probs must be of all tokens that a truncated rollout could sample, at most top_k={top_k}, got up to "
-            f"{int((counts + added.int()).max())} tokens, and some that add up to {total.min().item():.3g}"
-        )
-    last = counts.clamp(max=top_k - 1)
-    kept = used & ~(added & (torch.arange(ids.shape[1]) == last))
-    tail = left + probs.masked_fill(kept | is_sampled, 0).sum(-1, keepdim=True)
-
-    own_column = torch.arange(ids.shape[1] + 1) == last.masked_fill(~added, -1)
-    kept = torch.nn.functional.pad(kept, (0, 1)) | own_column
-    ids = torch.where(own_column, sampled, torch.nn.functional.pad(ids, (0, 1)))[kept]
-    logs = torch.where(own_column, own, torch.nn.functional.pad(logs, (0, 1)))[kept]
-    counts = kept.sum(-1, dtype=torch.int32)
-    check_tokens_in("token_ids", ids, vocab_size)
-    starts = counts.cumsum(0) - counts
-    ids = _ties_by_id(ids, logs, starts, own_column[kept])
-    row = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(ids))
-    slot = torch.empty_like(counts)
-    (at,) = (ids == sampled.squeeze(-1)[row]).nonzero(as_tuple=True)
-    slot[row[at]] = (at - starts[row[at]]).int()
-    return PackedPolicy(
-        token_ids=ids,
-        log_probs=(logs - whole.log().squeeze(-1)[row]).float(),
-        counts=counts,
-        tail_log_prob=(tail / whole).log().squeeze(-1).float(),
-        slot=slot,
-        top_k=top_k,
-        vocab_size=vocab_size,
-        mass_threshold=mass_threshold,
-        truncated=truncated,
-    )
+        top = _complete(top, top_k)
+    slots = slots_in_order(top, sampled, vocab_size, mass_threshold)
+    policy = PackedPolicy.of(SparsePolicy(*slots, vocab_size, mass_threshold, truncated, temperature))
+    check_tokens_in("token_ids", policy.token_ids, vocab_size)
+    return to_record(policy)
 
 
-def _ties_by_id(ids: Tensor, logs: Tensor, starts: Tensor, separate: Tensor) -> Tensor:
-    """Ids of packed slots, in ascending order where log-probabilities of one position are equal.
+def _top(ids: Tensor, log_probs: Tensor, sampled: Tensor, own: Tensor, vocab_size: int, top_k: int) -> Top:
+    """The first K of M reported entries in the order of slots, in which equally likely tokens are in that of their ids.
 
     Args:
-        ids: The tokens of the slots, (S,) int32.
-        logs: Their log-probabilities, (S,), in descending order within a position.
-        starts: The first slot of each position, (T,).
-        separate: (S,) bool, slots that stay where they are.
+        ids: (T, M), the most likely tokens, most likely first.
+        log_probs: (T, M), their log-probabilities.
+        sampled: (T,), the sampled tokens.
+        own: (T,), their log-probabilities.
+        vocab_size: V.
+        top_k: K.
     """
-    new = torch.ones_like(separate)
-    new[1:] = (logs[1:] != logs[:-1]) | separate[1:]
-    new[starts] = True
-    if bool((new[1:] | (ids[1:] > ids[:-1])).all()):
-        return ids
-    keys = (new.cumsum(0) << 32) | ids.long()
-    return torch.from_numpy(np.sort(keys.numpy())).int()  # NumPy's sort of integers is the faster one
+    ids, log_probs = ids[:, :top_k], log_probs[:, :top_k]
+    falls = log_probs[:, 1:] < log_probs[:, :-1]
+    if bool((log_probs[:, 1:] > log_probs[:, :-1]).any()):
+        raise ValueError("log_probs must be in descending order after the sampled token's")
+    among = (ids == sampled.unsqueeze(-1)).any(-1)
+    own = own.masked_fill(among, -torch.inf)
+    # In float64, since with a sum close to 1 in float32 the rest would have an error of 1e-7.
+    total = log_probs.double().exp().sum(-1) + own.double().exp()
+    if not bool((total <= LARGEST_TOTAL).all()):
+        raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total.max().item():.3g}")
+    rest = (1 - total).clamp(min=PROBABILITY_FLOOR).log().float()
+    rest = rest.masked_fill(ids.shape[1] + (~among).int() == vocab_size, -torch.inf)
+    keys = torch.nn.functional.pad(falls, (1, 0)).cumsum(-1) << 32 | ids
+    ids = torch.from_numpy(np.sort(keys.numpy(), axis=-1)) & 0xFFFFFFFF  # NumPy's sort of integers is the faster one
+    empty = (0, top_k - ids.shape[1])
+    ids, log_probs = (torch.nn.functional.pad(x, empty, value=fill) for x, fill in ((ids, -1), (log_probs, -torch.inf)))
+    return Top(ids, log_probs, log_probs, own, rest)
+
+
+def _complete(top: Top, top_k: int) -> Top:
+    """The entries of a truncated rollout, which have no tail.
+
+    Raises:
+        ValueError: If these are not all tokens that it could sample.
+    """
+    kept = top.logits > -torch.inf
+    total = torch.cat([top.logits, top.sampled_logit.unsqueeze(-1)], -1).double().exp().sum(-1)
+    most = int((kept.sum(-1) + (top.sampled_logit > -torch.inf).int()).max()) if len(kept) else 0
+    if not bool((total >= SMALLEST_TOTAL).all()) or most > top_k:
+        raise ValueError(
+            f"log_probs must be of all tokens that a truncated rollout could sample, at most top_k={top_k}, got up to "
+            f"{most} tokens, and some that add up to {total.min().item():.3g}"
+        )
+    none = torch.full_like(top.log_rest, -torch.inf)
+    return top._replace(ids=top.ids.masked_fill(~kept, -1), log_rest=none)
 
 
 @dataclass(frozen=True)

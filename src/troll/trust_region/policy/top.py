@@ -139,12 +139,25 @@ def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: 
 
 def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64."""
+    order = top_ids(top.logits, top.logits.shape[-1])
+    ids, logits, tail_logits = (x.gather(-1, order) for x in (top.ids, top.logits, top.tail_logits))
+    top = top._replace(ids=ids, logits=logits, tail_logits=tail_logits)
+    return slots_in_order(top, sampled, vocab_size, mass_threshold)
+
+
+def slots_in_order(
+    top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The slots of `policy_from_top`, from entries that are in the order of slots and not in that of their ids.
+
+    Returns:
+        Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
+    """
     valid = (sampled >= 0) & (sampled < vocab_size)
     sampled, rest = torch.where(valid, sampled, 0), torch.where(valid, top.log_rest, torch.nan)
     sampled_logit = _sampled_logit(top.ids, top.logits, sampled, top.sampled_logit)
     sampled, sampled_logit, rest = (x.unsqueeze(-1) for x in (sampled, sampled_logit, rest))
-    order = top_ids(top.logits, top.logits.shape[-1])
-    ids, logits, tail_logits = (x.gather(-1, order) for x in (top.ids, top.logits, top.tail_logits))
+    ids, logits, tail_logits = top.ids, top.logits, top.tail_logits
     in_top = (ids == sampled).any(-1, keepdim=True)
     outside = torch.where(in_top, rest, torch.logaddexp(rest, sampled_logit))
 
