@@ -126,7 +126,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 def _eval(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from troll_lab.evaluation.command import as_in_training, configuration, other_prompts
+    from troll_lab.evaluation.command import as_in_training, configuration, other_prompts, training_rows
     from troll_lab.evaluation.run import evaluate
     from troll_lab.evaluation.training_task import find_training_task
     from troll_lab.terminal import say
@@ -137,8 +137,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     if trained is not None:
         if line := as_in_training(config, trained):
             say(console, line)
-        for difference in other_prompts(config, trained):
-            warnings.warn(difference, stacklevel=2)
+        for line in (*other_prompts(config, trained), *training_rows(config, trained)):
+            warnings.warn(line, stacklevel=2)
     return 0 if evaluate(config, console) else INTERRUPTED
 
 

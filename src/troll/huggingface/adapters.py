@@ -5,7 +5,6 @@ In PEFT's forward, such an adapter changes only its own module. Merged into the 
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from typing import Any
 
@@ -41,24 +40,6 @@ def _shared(model: nn.Module) -> list[list[Place]]:
         for own, parameter in module.named_parameters(recurse=False):
             places[id(parameter)].append((name, module, own))
     return [group for group in places.values() if len(group) > 1]
-
-
-def untie_adapted(model: nn.Module) -> None:
-    """Gives every module its own copy of a weight that it shares, where an adapter changes the weight.
-
-    Merging then gives the model of PEFT's forward.
-
-    Args:
-        model: A `PeftModel`, whose configuration then says that embedding and head are not tied.
-    """
-    groups = adapted_and_shared(model)
-    for group in groups:
-        for _, module, own in group[1:]:
-            setattr(module, own, copy.deepcopy(getattr(module, own)))
-    if groups:
-        config: Any = model.config
-        for each in {id(part): part for part in (config, config.get_text_config())}.values():
-            each.tie_word_embeddings = False
 
 
 def refuse_merging(model: nn.Module, setting: str) -> None:

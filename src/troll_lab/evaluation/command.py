@@ -97,6 +97,19 @@ def other_prompts(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
     return lines
 
 
+def training_rows(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
+    """A line if more rows of the file that the model was trained on are evaluated than training held out."""
+    file = Path(trained.dataset_path or "")
+    return [
+        f"{task.task}: training held out {trained.eval_size} rows of {file}, and eval_size is "
+        f"{task.eval_size or 'null'}: if the file does not say which rows are held out, the others were trained on"
+        for task in config.tasks
+        if trained.is_task(task.task) and file.is_file() and trained.eval_size is not None
+        if task.eval_size is None or task.eval_size > trained.eval_size
+        if task.dataset_path is not None and Path(task.dataset_path).expanduser().resolve() == file
+    ]
+
+
 def _differences(option: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     def shown(values: Mapping[str, Any], name: str) -> str:
         return _json(values[name]) if name in values else "not set"

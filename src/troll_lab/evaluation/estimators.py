@@ -221,7 +221,8 @@ def clustered_interval(values: Sequence[float], samples: int, questions: Sequenc
     for question, value in zip(range(problems) if questions is None else questions, values, strict=True):
         deviations[question] = deviations.get(question, 0.0) + value - mean
     # m = 0 or 1 also has a variance of zero: the completions of a problem may then be as good as copies.
-    if mean in (0.0, 1.0):
+    # A single question says nothing about others, however often it is asked.
+    if mean in (0.0, 1.0) or len(deviations) == 1:
         return wilson_interval(mean, len(deviations))
     variance, most = sum(x * x for x in deviations.values()) / problems**2, problems * samples
     size = most if variance == 0 else min(most, max(len(deviations), mean * (1 - mean) / variance))

@@ -16,9 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from troll.huggingface.adapters import untie_adapted
 from troll_lab.evaluation.config import EvaluationError
-from troll_lab.terminal import one_line
 
 _ADAPTER = "adapter_config.json"
 # The model that `make smollm2` fetches, on the hub and in its folder.
@@ -95,7 +93,7 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
     except (OSError, ValueError) as error:
         raise _unloadable(path, base, error) from error
     if path != base and rank is None:
-        raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be merged")
+        raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be evaluated")
     commits = [getattr(config, "_commit_hash", None), downloaded and downloaded.name]
     places = [Path(place) for place in sorted({path, base}) if Path(place) != downloaded]
     local = [_folder_fingerprint(place) for place in places if place.is_dir()]
@@ -124,16 +122,17 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def load_model(source: ModelSource, dtype: str) -> Any:
-    """Loads the weights onto the GPU, or the CPU if there is none; a LoRA adapter is merged into its base.
+    """Loads the weights onto the GPU, or the CPU if there is none.
 
-    If the adapter changes a weight that embedding and head share, both get separate weights, as in PEFT's forward.
+    A LoRA adapter computes next to its base, as in training: merged into bf16 weights, much of it would be rounded
+    away.
 
     Args:
         source: The model from `find_model`.
         dtype: "auto" for the dtype in which the weights are stored, or the name of a torch dtype.
 
     Raises:
-        EvaluationError: If the weights cannot be loaded, or the adapter cannot be merged.
+        EvaluationError: If the weights cannot be loaded.
     """
     try:
         if source.adapter_rank is None:
@@ -146,12 +145,6 @@ def load_model(source: ModelSource, dtype: str) -> Any:
         ) from error
     except (OSError, ValueError) as error:
         raise _unloadable(source.path, source.base, error) from error
-    if source.adapter_rank is not None:
-        untie_adapted(model)
-        try:
-            model = model.merge_and_unload()
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise EvaluationError(f"the adapter {source.path} cannot be merged: {one_line(error)}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

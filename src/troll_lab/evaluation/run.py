@@ -240,7 +240,7 @@ def _backend(wanted: str, source: ModelSource) -> str:
     if problem is not None and wanted == "vllm":
         raise EvaluationError(
             f"vLLM cannot run the adapter {source.path} as it was trained: {problem}; use --backend transformers, "
-            "which merges it"
+            "which does"
         )
     return "vllm" if problem is None else "transformers"
 

@@ -1,11 +1,12 @@
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from troll_lab import cli
-from troll_lab.evaluation.command import as_in_training, by_task, configuration, other_prompts
+from troll_lab.evaluation.command import as_in_training, by_task, configuration, other_prompts, training_rows
 from troll_lab.evaluation.config import EvaluationConfig, EvaluationError
 from troll_lab.evaluation.training_task import TrainingTask
 from troll_lab.tasks import TaskConfig, TaskError
@@ -109,6 +110,20 @@ def test_options_override_single_settings_of_the_training() -> None:
         'task_options.prompt was not set and is "{question}"; '
         "chat_template_kwargs.enable_thinking was false and is true"
     ]
+
+
+def test_larger_size_than_in_training_finds_training_rows(tmp_path: Path) -> None:
+    """The last rows of one file are held out; a folder has a file of held-out rows."""
+    file = tmp_path / "rows.jsonl"
+    file.touch()
+    for place, warned in ((file, True), (tmp_path, False)):
+        trained = replace(TRAINED, dataset_path=str(place))
+        for size in (8, 9):
+            lines = training_rows(configured(trained, task=None, eval_size=size), trained)
+            assert [f"held out 8 rows of {file}, and eval_size is 9" in line for line in lines] == [True] * (
+                warned and size > 8
+            )
+    assert training_rows(configured(trained, task=None, dataset_path=[str(file)], eval_size=9), trained) == []
 
 
 def test_null_removes_a_setting_of_the_training() -> None:

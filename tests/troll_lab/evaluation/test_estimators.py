@@ -108,9 +108,9 @@ def test_interval_is_wilsons_with_the_effective_size(values: list[float], sample
     variance = (
         sum(np.sum(np.array(values)[asked == each] - mean) ** 2 for each in set(asked.tolist())) / len(values) ** 2
     )
-    assume(mean in (0, 1) or variance > 1e-12)
+    assume(mean in (0, 1) or count == 1 or variance > 1e-12)
     most = len(values) * samples
-    size = count if mean in (0, 1) else min(most, max(count, mean * (1 - mean) / variance))
+    size = count if mean in (0, 1) or count == 1 else min(most, max(count, mean * (1 - mean) / variance))
     low, high = clustered_interval(values, samples, questions)
     assert (low, high) == pytest.approx(wilson_interval(mean, size), abs=1e-9)
     assert 0 <= low < high <= 1

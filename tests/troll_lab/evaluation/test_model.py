@@ -56,7 +56,7 @@ def test_fingerprint_changes_with_the_weights(tiny_model: Path, tmp_path: Path) 
     assert find_model(str(folder)).fingerprint != before
 
 
-def test_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path, base: Any) -> None:
+def test_load_model_has_adapter_of_training(tiny_model: Path, tmp_path: Path, base: Any) -> None:
     plain = base(IDS).logits.detach().clone()
     trained = save_adapter(base, tmp_path)
     source = find_model(str(tmp_path))
@@ -74,6 +74,7 @@ def test_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path, base:
         {"target_modules": ["embed_tokens"], "use_dora": True},
         {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_rslora": True},
         {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "lora_bias": True},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [4, 5]},
@@ -81,7 +82,7 @@ def test_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path, base:
     ],
     ids=str,
 )
-def test_load_model_unties_weights_that_an_adapter_changes(tiny_model, tmp_path, base, settings):
+def test_load_model_has_adapter_of_shared_weights(tiny_model, tmp_path, base, settings):
     assert base.lm_head.weight is base.model.embed_tokens.weight
     trained = save_adapter(base, tmp_path, **settings)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
@@ -120,10 +121,13 @@ def test_find_model_downloads_an_adapter_of_the_hub(
     assert asked == [("you/adapter", "v1")] * 2
 
 
-def test_adapter_that_cannot_be_merged_says_why(tmp_path: Path, base: Any) -> None:
-    save_adapter(base, tmp_path, lora_bias=True)
-    with pytest.raises(EvaluationError, match="cannot be merged: Impossible to merge LoRA with `lora_bias"):
-        load_model(find_model(str(tmp_path)), "float32")
+def test_adapter_is_not_rounded_to_dtype_of_base(tmp_path: Path, base: Any) -> None:
+    base.bfloat16().save_pretrained(tmp_path / "base")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    trained = save_adapter(stored, tmp_path)
+    loaded = load_model(find_model(str(tmp_path)), "auto").eval()
+    assert stored.dtype == torch.bfloat16 and torch.equal(loaded(IDS).logits, trained(IDS).logits)
+    assert {weight.dtype for name, weight in loaded.named_parameters() if "lora" in name} == {torch.float32}
 
 
 def save_config(folder: Path, **settings: Any) -> str:

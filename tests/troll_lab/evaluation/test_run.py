@@ -294,7 +294,9 @@ def test_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, con
     assert evaluate(settings(model=str(model), output_dir=tmp_path / "other"), console)  # prompts without the token
 
 
-def test_adapter_that_vllm_cannot_run_is_merged_or_named(settings, tiny_model, tmp_path, console, monkeypatch):
+def test_adapter_that_vllm_cannot_run_goes_to_transformers_or_is_named(
+    settings, tiny_model, tmp_path, console, monkeypatch
+):
     monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
     monkeypatch.setattr(module, "find_spec", lambda _: True)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
