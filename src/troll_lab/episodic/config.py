@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from troll.settings import did_you_mean
-from troll_lab.values import NEGATIVE, number, read_yaml, whole_number
+from troll.settings import check_number, did_you_mean, number
+from troll_lab import values
 
 FOLDER = Path(__file__).parent / "recipes"
-_READERS: dict[str, Callable[[str], Any]] = {"int": whole_number, "float": number, "str": str}
+_READERS: dict[str, Callable[[str], Any]] = {"int": values.whole_number, "float": values.number, "str": str}
 #: The files of a run's folder.
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 #: The paths of a few held-out episodes before and after training, and their targets.
@@ -63,31 +62,31 @@ class EpisodicConfig:
     environment: str = "reach"
     events: str = "segments"
     constraint: str = "trust_region"
-    mean_bound: float = 0.05
-    covariance_bound: float = 5e-4
-    pull_weight: float = 1.0
-    clip: float = 0.2
-    num_bases: int = 5
-    alpha: float = 25.0
-    initial_scale: float = 0.3
+    mean_bound: float = number(0.05, "above 0")
+    covariance_bound: float = number(5e-4, "above 0")
+    pull_weight: float = number(1.0, "finite and at least 0")
+    clip: float = number(0.2, "finite and above 0")
+    num_bases: int = number(5, "an integer, at least 1")
+    alpha: float = number(25.0, "finite and above 0")
+    initial_scale: float = number(0.3, "finite and above 0")
     contextual_covariance: bool = False
-    segment_points: int = 25
-    likelihood_noise: float = 1e-5
-    discount: float = 1.0
-    gae_decay: float = 0.95
-    iterations: int = 400
-    episodes: int = 64
-    updates: int = 20
-    critic_updates: int = 10
-    learning_rate: float = 3e-4
-    critic_learning_rate: float = 1e-3
-    max_grad_norm: float = 1.0
-    hidden: int = 64
-    eval_every: int = 20
-    eval_episodes: int = 128
-    num_envs: int = 64
+    segment_points: int = number(25, "an integer, at least 1")
+    likelihood_noise: float = number(1e-5, "finite and above 0")
+    discount: float = number(1.0, "in (0, 1]")
+    gae_decay: float = number(0.95, "in [0, 1]")
+    iterations: int = number(400, "an integer, at least 1")
+    episodes: int = number(64, "an integer, at least 1")
+    updates: int = number(20, "an integer, at least 1")
+    critic_updates: int = number(10, "an integer, at least 1")
+    learning_rate: float = number(3e-4, "finite and above 0")
+    critic_learning_rate: float = number(1e-3, "finite and above 0")
+    max_grad_norm: float = number(1.0, "finite and above 0")
+    hidden: int = number(64, "an integer, at least 1")
+    eval_every: int = number(20, "an integer, at least 1")
+    eval_episodes: int = number(128, "an integer, at least 1")
+    num_envs: int = number(64, "an integer, at least 1")
     processes: bool = False
-    seed: int = 0
+    seed: int = number(0, "an integer in [0, 2^32)")
     output_dir: str = "runs/episodic"
     resume_from_checkpoint: bool = False
 
@@ -96,16 +95,8 @@ class EpisodicConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
         for field in fields(self):
-            value = getattr(self, field.name)
-            # Types are texts here, because of the future import above.
-            if field.type in ("int", "float") and field.name != "seed":
-                may_be_zero = field.name in ("pull_weight", "gae_decay")
-                if not (value >= 0 if may_be_zero else value > 0):
-                    raise ValueError(f"{field.name} must be {'at least' if may_be_zero else 'above'} 0, got {value}")
-                if math.isinf(value) and not field.name.endswith("_bound"):
-                    raise ValueError(f"{field.name} must be finite, got {value}")
-                if field.name in ("discount", "gae_decay") and value > 1:
-                    raise ValueError(f"{field.name} must be at most 1, got {value}")
+            if takes := field.metadata.get("takes"):
+                check_number(field.name, getattr(self, field.name), takes)
         for name in ("episodes", "eval_episodes"):
             if getattr(self, name) % self.num_envs:
                 raise ValueError(f"{name} must be a multiple of num_envs={self.num_envs}, got {getattr(self, name)}")
@@ -129,7 +120,7 @@ def is_recipe(name_or_path: str) -> bool:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
     try:
-        return "environment" in read_yaml(path)
+        return "environment" in values.read_yaml(path)
     except ValueError:
         return False  # `troll_lab.recipes.load` names the mistake
 
@@ -142,16 +133,16 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
     """
     path = FOLDER / f"{name_or_path}.yaml" if name_or_path in recipe_names() else Path(name_or_path)
     parser = _Parser(allow_abbrev=False, add_help=False)
-    parser._negative_number_matcher = NEGATIVE
+    parser._negative_number_matcher = values.NEGATIVE
     for field in fields(EpisodicConfig):
         if field.type == "bool":
             parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_boolean)
         else:
             parser.add_argument(f"--{field.name}", type=_READERS[str(field.type)])
-    values = read_yaml(path)
-    if empty := [name for name, value in values.items() if value is None]:
+    written = values.read_yaml(path)
+    if empty := [name for name, value in written.items() if value is None]:
         raise ValueError(f"{path}: {empty[0]} has no value")
-    recipe = [f"--{name}={value}" for name, value in values.items()]
+    recipe = [f"--{name}={value}" for name, value in written.items()]
     given, unknown = parser.parse_known_args([*recipe, *overrides])
     if unknown:
         name = unknown[0].removeprefix("--").partition("=")[0]

@@ -15,6 +15,9 @@ from troll_lab.episodic.prodmp import ProDMP
 from troll_lab.episodic.rollout import Rollout
 from troll_lab.episodic.segments import generalised_advantages, normalised, random_cuts, segment_advantages
 
+#: The end of an error about an update that went wrong.
+_REMEDY = "lower the learning rate or the bounds"
+
 
 class Critic(nn.Module):
     """A network for the value of an observation at a remaining time of the episode; 0 after the last step.
@@ -79,11 +82,18 @@ class Learner:
 
         Returns:
             Metrics by name.
+
+        Raises:
+            FloatingPointError: If a loss becomes NaN or infinite, or the policy no longer is a distribution.
         """
         self.critic.set_units(rollout.rewards)
         with torch.no_grad():
             values = self.critic(rollout.observations)
-        return self._update_policy(rollout, values, generator) | self._update_critic(rollout, values)
+        try:
+            metrics = self._update_policy(rollout, values, generator)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            raise FloatingPointError(f"the policy diverged, {_REMEDY} ({error})") from error
+        return metrics | self._update_critic(rollout, values)
 
     def _update_policy(self, rollout: Rollout, values: Tensor, generator: torch.Generator) -> dict[str, float]:
         config = self.config
@@ -171,7 +181,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor, max_grad_norm: float
         FloatingPointError: If the loss is NaN or infinite.
     """
     if not loss.isfinite():
-        raise FloatingPointError(f"the loss became {loss.item()}: lower the learning rate or the bounds")
+        raise FloatingPointError(f"the loss became {loss.item()}: {_REMEDY}")
     optimizer.zero_grad()
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -79,7 +79,7 @@ def train(config: EpisodicConfig, console: Console) -> bool:
 
     Raises:
         ValueError: If a setting or the folder cannot be used.
-        FloatingPointError: If the loss becomes NaN or infinite.
+        FloatingPointError: If a loss becomes NaN or infinite, or the policy diverges.
     """
     folder = Path(config.output_dir)
     with locked(
@@ -98,6 +98,11 @@ class _Run:
         self.config, self.folder, self.console = config, folder, console
         _check_folder(config, folder)
         self.task = make_task(config.environment)
+        if config.events == "segments" and not 2 <= config.segment_points <= self.task.num_steps:
+            raise ValueError(
+                f"segment_points must be from 2 to the number of steps {self.task.num_steps}, "
+                f"got {config.segment_points}"
+            )
         self.primitive = ProDMP(config.num_bases, self.task.num_steps, self.task.time_step, config.alpha)
         self.environments = make_environments(self.task, config.num_envs, config.processes)
         first, _ = self.environments.reset(seed=0)

@@ -106,11 +106,9 @@ def _read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         own = read_yaml(path)
     settings: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
-    if "extends" in own:
-        name = str(own.pop("extends"))
-        neighbour = path.parent / name
-        with raised_as(RecipeError, f"{path}: extends: "):
-            extended = neighbour if neighbour.is_file() else find(name)
+    extended = _extended(path, own)
+    own.pop("extends", None)
+    if extended is not None:
         settings, grid = _read_file(extended, (*below, path.resolve()))
     axes = own.pop("grid", {})
     _check_layer(path, own, axes)
@@ -121,6 +119,24 @@ def _read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
     several = dict.fromkeys((*own, *axes))
     settings = {**left_by(several | own, settings), **own}
     return settings, {**left_by(several, inherited), **axes}
+
+
+def _extended(path: Path, own: Mapping[str, Any]) -> Path | None:
+    """The file that a recipe extends."""
+    if "extends" not in own:
+        return None
+    neighbour = path.parent / str(own["extends"])
+    with raised_as(RecipeError, f"{path}: extends: "):
+        return neighbour if neighbour.is_file() else find(str(own["extends"]))
+
+
+def set_by_users(path: Path) -> set[str]:
+    """The fields that a readable recipe sets, or one that it extends, except for the recipes of this package."""
+    if path.parent == FOLDER:
+        return set()
+    own = read_yaml(path)
+    extended = _extended(path, own)
+    return {*own} | (set_by_users(extended) if extended is not None else set())
 
 
 def _check_layer(path: Path, own: dict[str, Any], axes: Any) -> None:

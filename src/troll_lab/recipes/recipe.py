@@ -37,7 +37,7 @@ from troll_lab.recipes.fields import (
     dictionary,
     field_of,
 )
-from troll_lab.recipes.layers import FOLDER, Overrides, find, layered, name_of
+from troll_lab.recipes.layers import Overrides, find, layered, name_of, set_by_users
 from troll_lab.tasks import TaskConfig
 from troll_lab.terminal import first_sentence, one_line
 from troll_lab.trl import LabConfig
@@ -91,7 +91,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     _check_surrogate(path, training, loaded)
     _refuse_open_grid(name_or_path, path, grid, training, above)
     notes = [
-        _fit_to_rollouts(path, training, settings, above),
+        _fit_to_rollouts(training, {*above.given} | set_by_users(path)),
         _slow_here(path, training) if here else None,
         _without_vllm(training, above, vllm_is_usable() and not training.use_cpu if here else bool(vllm)),
     ]
@@ -206,8 +206,8 @@ def _refuse_open_grid(
         )
 
 
-def _fit_to_rollouts(path: Path, training: LabConfig, settings: Collection[str], above: Overrides) -> str | None:
-    """Rounds the steps between checkpoints and between logs up to whole rollouts, if the user has not set them.
+def _fit_to_rollouts(training: LabConfig, users: Collection[str]) -> str | None:
+    """Rounds the steps between checkpoints and between logs up to whole rollouts, if they are not among `users`.
 
     A run resumes exactly from the end of a rollout only. With `load_best_model_at_end` checkpoints stay where they are,
     since transformers needs them at evaluations. Defaults are rounded, and the values of recipes of this
@@ -219,9 +219,8 @@ def _fit_to_rollouts(path: Path, training: LabConfig, settings: Collection[str],
     updates = training.rollout_steps // math.gcd(training.rollout_steps, training.gradient_accumulation_steps)
     for name in ("save_steps", "logging_steps"):
         steps = getattr(training, name)
-        users = name in above.given or (name in settings and path.parent != FOLDER)
         at_evaluations = name == "save_steps" and training.load_best_model_at_end
-        if not users and not at_evaluations and steps >= 1:  # below, it is a fraction of the run
+        if name not in users and not at_evaluations and steps >= 1:  # below, it is a fraction of the run
             setattr(training, name, math.ceil(steps / updates) * updates)
     steps = training.logging_steps
     if training.logging_strategy != "steps" or not 1 <= steps < updates:

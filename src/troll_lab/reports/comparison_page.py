@@ -34,7 +34,10 @@ from troll_lab.values import yaml_text
 
 _MOST_POINTS = 100  # points of a line: a page has many lines
 _MOST_NAMED = 3  # differences in a headline
-_BANDS = "Line: mean over seeds; band: smallest to largest seed"
+_BANDS = (
+    "Line: mean over seeds, of training metrics smoothed where it is long; band: smallest to largest seed, of means of "
+    f"neighbouring logs where there are more than {_MOST_POINTS}"
+)
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def _band(key: str, group: Group) -> pd.DataFrame:
         return pd.DataFrame()
     table = pd.concat(logged, axis=1, join="inner")
     # Thinned only now that they have the same steps: lines that began at different steps would share no point.
-    return table if key.startswith("eval_") else smooth(thin(table, _MOST_POINTS))
+    return table if key.startswith("eval_") else thin(table, _MOST_POINTS)
 
 
 def _card(metric: _Metric, index: int, title: str, bands: _Bands, every: Sequence[_Bands], caption: str = "") -> Card:
@@ -234,7 +237,9 @@ def _card(metric: _Metric, index: int, title: str, bands: _Bands, every: Sequenc
             style = line_style(place)
             ends = table.min(axis=1), table.max(axis=1)
             axes.fill_between(table.index, *ends, color=style["color"], alpha=0.15, linewidth=0)
-            axes.plot(table.mean(axis=1), **style, marker="." if len(table) <= 2 else "")
+            line = table.mean(axis=1)
+            line = line if metric.key.startswith("eval_") else smooth(line)
+            axes.plot(line, **style, marker="." if len(table) <= 2 else "")
         set_steps(axes, max(1, *(table.index[-1] for table in tables)))
         set_scale(axes, metric.scale, [])
         axes.set_ylim(low - margin if metric.scale == "linear" else 0.0, high + margin)

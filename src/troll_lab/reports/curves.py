@@ -82,16 +82,19 @@ def curve_card(
         note: A sentence for the caption.
         steps: The name of the horizontal axis.
     """
-    marks = {key: "points" if _held_out(key) else COLOURS[i % len(COLOURS)] for i, key in enumerate(chart.lines)}
+    held_out = [key for key in chart.lines if _held_out(key)]
+    colours = {key: COLOURS[i % len(COLOURS)] for i, key in enumerate(chart.lines)}
+    colours |= {key: COLOURS[i % len(COLOURS)] for i, key in enumerate(held_out, start=1)}
+    marks = colours | {key: f"points {colours[key]}" for key in held_out}
     drawn = {key: curve for key, curve in data.items() if len(curve)}
     slug = re.sub(r"\W+", "-", chart.title.lower())
 
     def paint(axes: Axes) -> None:
         for key, curve in drawn.items():
             if _held_out(key):
-                _draw_held_out(axes, curve, intervals.get(key, {}))
+                _draw_held_out(axes, curve, LIGHT[colours[key]], intervals.get(key, {}))
             else:
-                _draw_line(axes, thin(curve, _MOST_POINTS, key.endswith("_max")), LIGHT[marks[key]])
+                _draw_line(axes, thin(curve, _MOST_POINTS, key.endswith("_max")), LIGHT[colours[key]])
         set_steps(axes, last, steps)
         seen = [*drawn.values(), *([] if bound is None else [bound])]
         set_scale(axes, chart.scale, pd.concat(seen).tolist())
@@ -134,14 +137,14 @@ def _draw_line(axes: Axes, curve: pd.Series, colour: str) -> None:
         axes.plot(smooth(curve), color=colour)
 
 
-def _draw_held_out(axes: Axes, curve: pd.Series, intervals: Mapping[int, Interval]) -> None:
+def _draw_held_out(axes: Axes, curve: pd.Series, colour: str, intervals: Mapping[int, Interval]) -> None:
     # Rounding can put an end of the interval on the wrong side of 0 % or 100 %.
     ends = [intervals.get(step, (value, value)) for step, value in curve.items()]
     below = [max(0.0, value - low) for value, (low, _) in zip(curve, ends, strict=True)]
     above = [max(0.0, high - value) for value, (_, high) in zip(curve, ends, strict=True)]
     style: dict[str, Any] = {
         "fmt": "o",
-        "color": LIGHT["second"],
+        "color": colour,
         "markersize": 4,
         "elinewidth": 1,
         "clip_on": False,

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from troll_lab.lock import locked
 from troll_lab.recipes import RecipeError
+from troll_lab.runs.build import LOCK as RUN_LOCK
 from troll_lab.runs.build import check_same_run, model_path
 from troll_lab.runs.comparison import read_comparison
 from troll_lab.runs.comparison_files import write_comparison
@@ -182,7 +183,8 @@ def _checkpoint(output: Path, console: Console) -> Path | None:
     if checkpoint is None and output.exists():
         reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())
         say(console, f"deleting  the files of {output.name}: it has no complete checkpoint{reasons}")
-        shutil.rmtree(output)
+        with locked(output, RUN_LOCK, holder="another troll train", error=RecipeError):
+            shutil.rmtree(output)
     return checkpoint
 
 

@@ -43,17 +43,19 @@ class RunResult:
     """
 
     def __init__(self, run: BuiltRun) -> None:
-        self._run, self._status = run, "unfinished"
+        self._run, self._status, self._returned = run, "unfinished", False
         self._start, self._commit = time.monotonic(), own_commit()
 
-    def write(self, status: str, console: Console) -> None:
+    def write(self, status: str, returned: bool, console: Console) -> None:
         """Saves the model, writes all files, and prints the outcome.
 
         Args:
             status: "finished", "interrupted" or "failed".
+            returned: Whether `train` of the trainer returned, at the end or after Ctrl-C: only then has it loaded the
+                best model, if it should.
             console: Where to print.
         """
-        self._status = status
+        self._status, self._returned = status, returned
         run, trainer, folder = self._run, self._run.trainer, self._run.folder
         trainer.save_model(str(folder / "model"), _internal_call=True)  # pushed below, when it is complete
         if not trainer.is_world_process_zero():
@@ -82,7 +84,7 @@ class RunResult:
         recipe, training, state = self._run.recipe, self._run.recipe.training, self._run.trainer.state
         held_out = [logs for logs in state.log_history if "eval_reward" in logs]
         first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
-        if self._status == "finished" and training.load_best_model_at_end and state.best_model_checkpoint:
+        if self._returned and training.load_best_model_at_end and state.best_model_checkpoint:
             # The weights that were loaded. `best_global_step` may be an evaluation without a checkpoint.
             step = int(state.best_model_checkpoint.rpartition("-")[2])
             last = next(logs for logs in held_out if logs["step"] == step)

@@ -109,10 +109,11 @@ def _train(run: BuiltRun, console: Console) -> bool:
     result = RunResult(run)
     # TRL would write its own card, without the task and results, with every checkpoint and before every push.
     trainer.create_model_card = result.write_card  # type: ignore[method-assign]
-    status = "failed"
+    status, returned = "failed", False
     try:
         with stop.listening():
             trainer.train(resume_from_checkpoint=run.checkpoint)
+        returned = True
         status = "interrupted" if stop.stopped else "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -120,7 +121,7 @@ def _train(run: BuiltRun, console: Console) -> bool:
         progress.stop()
         # A resumed run that fails before its checkpoint is loaded leaves the folder as it was.
         if run.checkpoint is None or trainer.state.global_step:
-            result.write(status, console)
+            result.write(status, returned, console)
     # Without this, the process group ends with the interpreter, and its threads may abort the process.
     trainer.accelerator.end_training()
     return status == "finished"

@@ -260,12 +260,15 @@ def _yaml_source(path: Path, fields: dict[str, Any]) -> Source:
             raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
         if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in SUFFIXES:
             raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
+    elif unused := [name for name in ("dataset_config", "train_split", "eval_split") if name in fields]:
+        raise TaskError(f"{path}: {unused[0]} is of a data set on the hub, and {local} is local: leave it out")
     return Source(
         fields["dataset"],
         {name: Column((column,)) for name, column in fields["columns"].items()},
         fields.get("dataset_config"),
         train=fields.get("train_split", "train"),
         held_out=fields.get("eval_split", "test"),
+        needs_held_out="eval_split" in fields,
         path=local if local.exists() else None,
         held_out_path=held_out,
     )

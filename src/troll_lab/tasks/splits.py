@@ -47,9 +47,10 @@ class Source:
         config: Its configuration on the hub, if it has several.
         train: The split to train on; None for a benchmark.
         held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
+        needs_held_out: Whether a data set on the hub without that split is an error.
         only: A column and the value that rows of the task have in it; ignored where that column is missing.
         path: A local file or folder instead of the hub.
-        held_out_path: A local file with the rows to evaluate on, if `path` has only those to train on.
+        held_out_path: A local file with the rows to evaluate on, instead of those that `path` has.
         divide: A function that divides the rows of one file as the data set's authors did. It returns the indices of
             training and of held-out rows, or None for a file that they did not divide.
     """
@@ -59,6 +60,7 @@ class Source:
     config: str | None = None
     train: str | None = "train"
     held_out: str = "test"
+    needs_held_out: bool = False
     only: tuple[str, str] | None = None
     path: Path | None = None
     held_out_path: Path | None = None
@@ -100,10 +102,10 @@ def read_splits(config: TaskConfig, source: Source) -> tuple[Rows, Rows]:
 
 def _local(path: Path, source: Source, held_out_path: Path | None = None) -> tuple[Rows, Rows | None]:
     """The training and the held-out rows of a folder or of two files; all rows of one file, and None."""
+    held_out = None if held_out_path is None else _read_file(held_out_path, "test", source, field="eval_dataset")
     if not path.is_dir():
-        held_out = None if held_out_path is None else _read_file(held_out_path, "test", source, field="eval_dataset")
         return _read_file(path, "train", source), held_out
-    held_out = _read_file(_one_file(path, "test"), "test", source)
+    held_out = held_out or _read_file(_one_file(path, "test"), "test", source)
     if source.train is None or not _files(path, "train"):
         return held_out.select([], "train"), held_out
     return _read_file(_one_file(path, "train"), "train", source), held_out
@@ -121,8 +123,9 @@ def _from_hub(source: Source) -> tuple[Rows, Rows | None]:
             why = f", configuration {source.config or 'default'}: {_reason(error)}"
         raise TaskError(f"cannot load {source.name} from the Hugging Face hub{why}") from error
     first = source.held_out if source.train is None else source.train
-    if first not in splits:
-        raise TaskError(f"{source.name} has no split {first!r}, only {', '.join(splits)}")
+    for split in (first, source.held_out) if source.needs_held_out else (first,):
+        if split not in splits:
+            raise TaskError(f"{source.name} has no split {split!r}, only {', '.join(splits)}")
     rows = _rows(splits[first], "train", source.name, source)
     if source.train is None or source.held_out not in splits:
         return rows, None

@@ -89,11 +89,15 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
         ValueError: If no checkpoint is complete; names the incomplete ones and their defects.
     """
     checkpoint, passed_over = newest_complete(output_dir)
+    return _existing(checkpoint, output_dir, passed_over), passed_over
+
+
+def _existing(checkpoint: Path | None, output_dir: Path, passed_over: dict[Path, str]) -> Path:
     if checkpoint is None:
         raise ValueError(
             f"there is no complete checkpoint in output_dir {output_dir} to resume from{_why(passed_over)}"
         )
-    return checkpoint, passed_over
+    return checkpoint
 
 
 def check_complete(checkpoint: Path) -> None:
@@ -129,7 +133,7 @@ def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tup
         if Path(resume_from_checkpoint).is_dir():
             check_complete(Path(resume_from_checkpoint))
         return str(resume_from_checkpoint), {}
-    newest, _ = newest_complete(output_dir)
+    newest, passed_over = newest_complete(output_dir)
     # Before anything is raised, or the other processes would wait for this one.
     found = set(gather_object([newest.name if newest else "none"]))
     if len(found) > 1:  # each would load its own
@@ -137,8 +141,7 @@ def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tup
             f"the processes see different newest checkpoints ({', '.join(sorted(found))}): name one with "
             "resume_from_checkpoint"
         )
-    checkpoint, passed_over = last_checkpoint(output_dir)
-    return str(checkpoint), passed_over
+    return str(_existing(newest, output_dir, passed_over)), passed_over
 
 
 @contextlib.contextmanager

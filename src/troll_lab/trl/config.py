@@ -155,6 +155,11 @@ class LabConfig(TrollConfig):
             warnings.warn(
                 f"critic_kwargs ignored: advantage_estimator {self.advantage_estimator!r} has no critic", stacklevel=4
             )
+        if self.generation_chunk_size and self.use_transformers_continuous_batching:
+            raise ValueError(
+                "generation_chunk_size does not act on use_transformers_continuous_batching, which makes its own "
+                "batches: leave one of them out"
+            )
         if self.rollout_delay and self.use_vllm:
             raise ValueError(
                 "rollout_delay changes the weights of transformers' generation, and vLLM has its own weights: set "

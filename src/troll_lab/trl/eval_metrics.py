@@ -168,7 +168,7 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
         "reward_processing_classes": [None] * len(names),
         "reward_weights": weights,
         "eval_metrics": EvalMetrics(reward_funcs, names, weights),
-        "ungraded": UngradedFilter(trainer.accelerator, reward_funcs),
+        "ungraded": UngradedFilter(trainer.accelerator, reward_funcs, weights),
     }
     with seam.replaced(trainer, **rewards), seam.without_table(trainer):
         yield

@@ -117,3 +117,12 @@ def test_update_stops_on_a_loss_that_is_not_finite() -> None:
     rollout.rewards[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss became nan"):
         learner.update(rollout, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("learning_rate", [30.0, 1e3])
+def test_update_stops_on_a_policy_that_diverges(learning_rate: float) -> None:
+    """The first is so far away that it cannot be projected, of the second a standard deviation becomes 0."""
+    learner = learner_of(learning_rate=learning_rate)
+    with pytest.raises(FloatingPointError, match="the policy diverged, lower the learning rate or the bounds"):
+        for seed in range(4):
+            learner.update(episodes(learner, seed), torch.Generator().manual_seed(0))

@@ -113,7 +113,14 @@ def test_folders_in_use_are_refused(finished: Path, tmp_path: Path) -> None:
         assert config is None or (tmp_path / "config.yaml").read_text() == config
 
 
+@pytest.mark.parametrize("points", [1, 101])
+def test_segment_points_out_of_range_are_refused_before_a_file_is_written(tmp_path: Path, points: int) -> None:
+    with pytest.raises(ValueError, match=f"segment_points must be from 2 to the number of steps 100, got {points}"):
+        run(tmp_path, segment_points=points)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
 def test_other_methods_name_themselves(tmp_path: Path) -> None:
-    said = run(tmp_path / "run", iterations=1, events="episodes", constraint="clip")
+    said = run(tmp_path / "run", iterations=1, events="episodes", constraint="clip", segment_points=1)
     assert "by whole episodes within a clip of 0.2" in said
     assert "projected_fraction" not in metrics(tmp_path / "run")[-1]

@@ -79,6 +79,8 @@ def test_defaults_end_with_a_rollout_and_a_users_values_stay(mine) -> None:
     recipe = recipes.load(mine("{extends: quickstart, save_steps: 100, logging_steps: 12}"))
     assert (recipe.training.save_steps, recipe.training.logging_steps) == (100, 12)
     assert recipe.note is None, "a rollout is sampled between any two of these logs"
+    inherited = recipes.load(mine("{extends: quickstart, updates_per_rollout: 5, save_steps: 100}")).training
+    assert (inherited.save_steps, inherited.logging_steps) == (100, 10)
 
 
 def test_a_null_of_the_command_only_is_kept(mine, tmp_path) -> None:

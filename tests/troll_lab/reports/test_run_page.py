@@ -312,7 +312,7 @@ def test_what_comes_from_the_run_is_escaped(tmp_path):
     summary = summary_of(1, **fields, versions={attack: attack})
     page = page_of(tmp_path / "run", metrics_of(1), summary, config=f"note: {attack}\n")
     assert "script" not in page.tags
-    assert page.text.count(attack) == 11, "title, heading, task, five facts, two versions, configuration"
+    assert page.text.count(attack) == 12, "title, heading, status, task, five facts, two versions, configuration"
 
 
 def test_folder_without_a_run(tmp_path):
@@ -358,6 +358,13 @@ def test_metrics_of_some_runs_are_drawn_where_they_are(tmp_path, page):
         assert more.card(slug) is not None and page.card(slug) is None, slug
     assert "<li>" in more.card("kl-of-whole-sequences"), "several lines have a legend"
     assert "Critic" not in page.text and "Diagnostics" not in page.text
+
+
+def test_held_out_tasks_have_colours_of_their_own(tmp_path):
+    rows = [{"step": step, "eval_aime24_pass@1": 0.1, "eval_amc23_pass@1": 0.2} for step in (0, 8)]
+    card = page_of(tmp_path / "run", rows, summary_of(1)).card("pass-1")
+    assert re.findall(r'<i class="(.*?)"></i>(\w+)', card) == [("points second", "aime24"), ("points third", "amc23")]
+    assert all(f"stroke: var(--{colour})" in card for colour in ("second", "third"))
 
 
 def test_kl_target_adds_kl_wanted_and_rate(tmp_path, page):

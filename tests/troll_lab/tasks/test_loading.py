@@ -135,15 +135,20 @@ def test_yaml_with_held_out_data(task_file, write, tmp_path, hub):
     write("test.jsonl", ROWS[:1])
     (tmp_path / "rows.jsonl").rename(tmp_path / "train.jsonl")
     assert load_task(TaskConfig(task_file(dataset="."))).train_dataset["answer"] == ["2", "3", "4"]
+    task = load_task(TaskConfig(task_file(dataset=".", eval_dataset="held-out.jsonl")))
+    assert (task.train_dataset["answer"], task.eval_dataset["answer"]) == (["1", "3"], ["2", "4"])
     hub(("owner/name", "small"), learn=ROWS[:2], exam=ROWS[2:])
     fields = {"dataset": "owner/name", "dataset_config": "small", "train_split": "learn", "eval_split": "exam"}
     task = load_task(TaskConfig(task_file(**fields)))
     assert (task.train_dataset["answer"], task.eval_dataset["answer"]) == (["1", "2"], ["3", "4"])
+    with pytest.raises(TaskError, match="owner/name has no split 'exams', only learn, exam"):
+        load_task(TaskConfig(task_file(**fields | {"eval_split": "exams"})))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"eval_split": "validation"}, "eval_split is of a data set on the hub, and .*rows.jsonl is local"),
         ({"rewrad": "math"}, "unknown field 'rewrad', did you mean reward"),
         ({"size": 3}, "unknown field 'size'; it has dataset, eval_dataset"),
         ({"dataset": None}, "field 'dataset' is missing"),

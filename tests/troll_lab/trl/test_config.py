@@ -63,6 +63,10 @@ VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwarg
             {"advantage_estimator": "best"},
             "advantage_estimator must be one of group, .*, group_tokens, gae",
         ),
+        (
+            {"generation_chunk_size": 4, "use_transformers_continuous_batching": True},
+            "generation_chunk_size does not act on use_transformers_continuous_batching",
+        ),
         ({"critic_kwargs": {"lr": 1e-4}}, "critic_kwargs: the critic has no setting 'lr'; it has gamma, gae_lambda, "),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "evaluations of LabTrainer have no loss"),

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-pol
 def ended(trainer: Any) -> str:
     """With what a run ends in which nothing can be judged; two of three times for lack of memory."""
     grader, accelerator = Sometimes(), trainer.accelerator
-    unscored = UngradedFilter(accelerator, [grader])
+    unscored = UngradedFilter(accelerator, [grader], torch.ones(1))
     reasons = ["no process"] if accelerator.process_index == 0 else ["no memory"] * 2
     grader.latest = [Verdict(None, "program", f"unscored: {reason}") for reason in reasons]
     batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
