@@ -100,7 +100,6 @@ def train(method: str, rate: float, seed: int, iterations: int) -> tuple[list[fl
         data, achieved = rollout(actor, critic, environment, seed=1000 * seed + iteration)
         with torch.no_grad():
             old = actor(data["states"])
-            old = DiagonalGaussian(old.mean, old.scale.clone())  # updates must not reach it
         for _ in range(EPOCHS):
             for rows in torch.randperm(len(old.mean)).chunk(MINIBATCHES):
                 batch = {name: x[rows] for name, x in data.items()}

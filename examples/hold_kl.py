@@ -21,12 +21,16 @@ import math
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
 from troll.trl import TrollTrainer
 
+#: Its entry in the trainer's state, which checkpoints keep. It is not the name of the class: with
+#: `restore_callback_states_from_checkpoint`, transformers would make a new callback, without a trainer. It says instead
+#: that it ignores the entry, which `on_train_begin` reads.
+KEPT = "hold_kl"
 
-class HoldKL(TrainerCallback, ExportableState):
+
+class HoldKL(TrainerCallback):
     """Moves `trainer.kl_bound` so that the network's mean KL divergence meets a target.
 
     Args:
@@ -44,8 +48,7 @@ class HoldKL(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes over the state of the checkpoint from which a run is resumed."""
-        if "HoldKL" in state.stateful_callbacks:
-            kept = state.stateful_callbacks["HoldKL"]["attributes"]
+        if (kept := state.stateful_callbacks.get(KEPT)) is not None:
             self.trainer.kl_bound = kept["kl_bound"]
             self.measured, self.weight = kept["measured"], kept["weight"]
 
@@ -57,8 +60,5 @@ class HoldKL(TrainerCallback, ExportableState):
         self.weight = self.smoothing * self.weight + (1 - self.smoothing)
         error = min(max(self.measured / self.weight / self.target - 1, -1.0), 1.0)
         self.trainer.kl_bound = min(max(self.trainer.kl_bound * math.exp(-self.rate * error), 1e-3), 1.0)
-
-    def state(self) -> dict[str, Any]:
-        """What transformers writes into a checkpoint."""
         kept = {"kl_bound": self.trainer.kl_bound, "measured": self.measured, "weight": self.weight}
-        return {"args": {}, "attributes": kept}
+        state.stateful_callbacks[KEPT] = kept

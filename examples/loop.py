@@ -94,7 +94,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some have none
-        for line in options.data.read_text(encoding="utf-8").splitlines():
+        for line in filter(str.strip, options.data.read_text(encoding="utf-8").splitlines()):
             prompt, answer = line.split("\t")
             if tokenizer.chat_template is not None:
                 message = [{"role": "user", "content": prompt}]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 import troll
+from troll.settings import did_you_mean
 
 #: slime's options that this loss does not support, and the value that each must have.
 NEUTRAL: dict[str, Any] = {
@@ -59,14 +60,17 @@ class Settings:
         """From slime's arguments.
 
         Raises:
-            ValueError: If an option is set that this loss does not support.
+            ValueError: If an option is set that this loss does not support, or a setting is unknown.
         """
         for name, value in NEUTRAL.items():
             if (found := getattr(args, name, value)) != value:
                 raise ValueError(f"TROLL in slime takes {name}={value}, got {found}")
         if args.advantage_estimator in ("gspo", "cispo"):
             raise ValueError(f"{args.advantage_estimator} is a loss of its own: take --advantage-estimator grpo")
-        given = {x.name: getattr(args, f"troll_{x.name}") for x in fields(cls) if hasattr(args, f"troll_{x.name}")}
+        given = {x.removeprefix("troll_"): value for x, value in vars(args).items() if x.startswith("troll_")}
+        known = [x.name for x in fields(cls)]
+        for name in given.keys() - known:
+            raise ValueError(f"TROLL in slime has no setting troll_{name}{did_you_mean(name, known, 'troll_')}")
         return cls(**given)
 
 

@@ -59,8 +59,10 @@ def test_bound_stays_within_its_limits(make, target, limit) -> None:
     assert trainer.kl_bound == limit
 
 
-def test_bound_of_a_resumed_run_is_the_same(make, tmp_path) -> None:
+@pytest.mark.parametrize("restored", [False, True])
+def test_bound_of_a_resumed_run_is_the_same(make, tmp_path, restored) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings["restore_callback_states_from_checkpoint"] = restored
     whole, resumed = make(**settings), make(**settings)
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -49,7 +49,8 @@ def project_kl(
 
     A mean outside moves along the straight line to the old one, by √(ε_μ / distance): the nearest point in the metric
     of Σ₀. A covariance outside becomes `Σ_q⁻¹ = (1−τ)Σ₀⁻¹ + τΣ⁻¹` with the one τ that meets the bound: the nearest
-    by KL(q ‖ p̃). Gradients reach the new policy only, and are exact. Everything is computed in float64.
+    by KL(q ‖ p̃). Gradients reach the new policy only, and are exact. Everything is computed in float64; the rounding of
+    a float32 policy can exceed the bound where |μ|/σ or the condition number of L₀ is large (see docs/gaussian.md).
 
     Args:
         new: p̃, the policy to project; means (..., d), covariances one for each state or shared.
@@ -73,7 +74,8 @@ def project_joint_kl(new: Policy, old: Policy, kl_bound: float | Tensor) -> Gaus
 
         Σ_q⁻¹ = (1−τ)Σ₀⁻¹ + τΣ⁻¹,     Σ_q⁻¹ μ_q = (1−τ)Σ₀⁻¹μ₀ + τΣ⁻¹μ .
 
-    Gradients reach the new policy only, and are exact. Everything is computed in float64.
+    Gradients reach the new policy only, and are exact. Everything is computed in float64; on float32
+    policies see `project_kl`.
 
     Args:
         new: p̃, the policy to project; means (..., d).

@@ -44,4 +44,4 @@ def write_back(parameters: Tensor, policy: Gaussian | DiagonalGaussian) -> None:
         parameters.copy_(spread.log())
         return
     lower = spread.tril(-1) + torch.diag_embed(spread.diagonal(dim1=-2, dim2=-1).log())
-    parameters.copy_(lower.tril() + parameters.triu(1))
+    parameters.copy_(lower + parameters.triu(1))

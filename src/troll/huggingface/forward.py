@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from troll.huggingface.dropout import dropout_rates
 from troll.huggingface.head import opened_head
 from troll.huggingface.positions import positions_of, with_positions
 from troll.huggingface.routers import load_balancing_loss
@@ -275,7 +276,7 @@ def _check_against_logits(
         logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
     if logits is None:
         return True
-    if not used and (model.training or kwargs.get("past_key_values") is not None):
+    if not used and ((model.training and any(dropout_rates(model))) or kwargs.get("past_key_values") is not None):
         return False
     logits = logits[:, -1]
     hidden = outputs.last_hidden_state[:, -1]

@@ -42,8 +42,8 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
     autocast: AbstractContextManager[Any] = nullcontext()
     if in_float32:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-    elif weight.dtype.itemsize < hidden.dtype.itemsize and not torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(weight.dtype)  # Mamba's are float32 with weights in bf16
+    elif weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(weight.dtype)  # Mamba's are float32 with weights in bf16, HY-V4's head is float32 after bf16
     with autocast, gathered(weight, bias):
         whole_bias = None if bias is None else _whole(bias)
         yield LMHead(hidden, _whole(weight), whole_bias, temperature, scale, softcap, gathered=gathered)

@@ -46,13 +46,19 @@ def test_projection_meets_its_bounds(name: str, dtype: torch.dtype, family: str)
 
 
 @every_projection
-def test_float32_is_limited_by_how_it_stores_an_old_factor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding `L_q` moves `L₀⁻¹L_q` by the condition number of L₀: 1e3 is met, 1e5 cannot be."""
-    monkeypatch.setitem(FAMILIES, "singular", (1.0, 1e6, 1e6))
-    for d in (2, 5, 20, 60):
+@pytest.mark.parametrize("bound", [5e-4, 0.05])
+@pytest.mark.parametrize(("condition", "mean"), [(1e3, 0.0), (1e5, 0.0), (1.0, 1e3), (1.0, 1e5)])
+def test_float32_is_limited_by_how_it_stores_a_policy(
+    name: str, bound: float, condition: float, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding moves `L₀⁻¹L_q` by the condition number of L₀, and `L₀⁻¹(μ_q − μ₀)` by the means in deviations."""
+    monkeypatch.setitem(FAMILIES, "rounded", (1.0, condition**2, condition**2))
+    for d in (2, 5, 20):
         for seed in range(3):
-            errors = bound_errors(name, *pair("singular", d, seed, torch.float32), 0.05, 0.005)
-            assert max(errors, default=0) < 1e-3
+            new, old = pair("rounded", d, seed)
+            new, old = (Gaussian((p.mean + mean).float(), p.factor.float()) for p in (new, old))
+            errors = bound_errors(name, new, old, bound, bound)
+            assert max(errors, default=0) < 3 * 2**-24 * max(condition, mean) / bound**0.5
 
 
 @every_projection

@@ -100,10 +100,11 @@ def test_half_precision_is_that_of_the_models_own_logits(model, autocast):
         assert_read_as_its_logits(made, batch(), atol=5e-2, gradient=gradient)
 
 
-def test_hidden_states_of_another_dtype_are_multiplied_as_the_model_does():
-    """Mamba's are float32 with weights in bf16."""
-    made: Any = small_model("mamba")
-    model, inputs = made.to(torch.bfloat16), batch()
+@pytest.mark.parametrize(("kind", "head"), [("mamba", torch.bfloat16), ("hy_v4", torch.float32)])
+def test_hidden_states_of_another_dtype_are_multiplied_as_the_model_does(kind, head):
+    """Mamba's are float32 with weights in bf16; those of HY-V4 are bf16 with a head in float32."""
+    model, inputs = small_model(kind).to(torch.bfloat16), batch()  # type: ignore[arg-type]
+    model.get_output_embeddings().to(head)
     torch.testing.assert_close(captured(model, inputs).log_prob, of_logits(model, inputs)[0], rtol=0, atol=5e-2)
 
 
@@ -343,6 +344,16 @@ def test_the_first_reading_makes_the_last_logits_only(keeps, around):
     assert torch.equal(captured(model, batch()).log_probs, expected.log_probs)
     assert lengths == [1]
     assert model(batch()["input_ids"]).logits.shape[1] == batch()["input_ids"].shape[1]  # afterwards as before
+
+
+def test_a_decoder_that_bypasses_its_backbone_is_compared_once():
+    """OPT's, in training mode without dropout: two readings, and one pass for the comparison."""
+    model: Any = small_model("opt", dropout=0.0).train()
+    passes: list[None] = []
+    model.model.decoder.register_forward_hook(lambda *_: passes.append(None))
+    for _ in range(2):
+        captured(model, batch())
+    assert len(passes) == 3
 
 
 def test_a_forward_that_was_replaced_is_wrapped_again():
