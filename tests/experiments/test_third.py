@@ -22,6 +22,7 @@ from experiments.third import Arm
 from tests.experiments.made import DOCS, fill, result, run_folder
 from troll.trl import estimators, kl_target
 from troll.trust_region.rate import KLTarget, wanted_kl
+from troll_lab import recipes
 from troll_lab.runs.grid import PlannedRun
 
 METHODS = ("troll", "proximal", "penalty", "clip")
@@ -72,10 +73,10 @@ def test_methods_are_those_that_the_second_part_found_best() -> None:
 def test_ages_are_those_of_the_recipes() -> None:
     for name, regime in third.REGIMES.items():
         for arm in third.arms(name)[:1]:
-            training = third_runs.planned_run(name, arm, 40).recipe.training
+            recipe = third_runs.planned_run(name, arm, 40).recipe
+            training, schedule = recipe.training, recipes.plain(recipe)["lr_scheduler_type"]
             assert (training.updates_per_rollout, training.anchor_staleness) == (regime.updates, regime.staleness)
-            decays = {"constant": None, "linear": training.max_steps}
-            assert regime.decay == decays[str(training.lr_scheduler_type.value)]
+            assert regime.decay == {"constant": None, "linear": training.max_steps}[schedule]
     assert all(predictions.LAWS[predictions.LAW](age) == pytest.approx(wanted_kl(1, age, age)) for age in (7, 31, 135))
 
 

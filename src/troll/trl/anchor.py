@@ -163,7 +163,12 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprob
     @functools.wraps(generate)
     def generate_and_report(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
-        got = {len(entries) for completion in log_probs or [[[]]] for entries in completion if entries is not None}
+        got = {
+            len(entries)
+            for completion in ([[[]]] if log_probs is None else log_probs)
+            for entries in completion
+            if entries is not None
+        }
         if min(got, default=number) < max(number, 1):
             raise ValueError(
                 f'anchor="rollout" asked vLLM for {number} log-probabilities a token, and it returned {min(got)}: '

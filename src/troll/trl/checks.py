@@ -116,8 +116,8 @@ def refuse_few_rows(trainer: Any) -> None:
 
 def refuse_no_step(trainer: Any) -> None:
     """Raises ValueError if a training has ended before its first step, since its stream ended within a rollout."""
-    state = trainer.state
-    if state.global_step < state.max_steps and not seam.micro_batches_done(trainer):
+    state, streams = trainer.state, seam.rows_of_an_epoch(trainer) is None
+    if streams and state.global_step < state.max_steps and not seam.micro_batches_done(trainer):
         raise ValueError(f"training ended without a step: {_few_prompts(trainer, 'the training set has fewer')}")
 
 

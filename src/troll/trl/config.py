@@ -205,7 +205,13 @@ class TrollConfig(GRPOConfig):
         theirs = self.steps_per_generation is not None or self.generation_batch_size is not None
         if theirs or (updates is None and self.num_iterations != 1):
             return
-        passes = (updates or UPDATES_PER_ROLLOUT) * self.gradient_accumulation_steps
+        updates = updates or UPDATES_PER_ROLLOUT
+        if updates < self.num_iterations:  # TRL would read the same completions several times in one update
+            raise ValueError(
+                f"updates_per_rollout must be at least num_iterations={self.num_iterations}, the passes over a "
+                f"rollout, got {updates}"
+            )
+        passes = updates * self.gradient_accumulation_steps
         self.steps_per_generation, rest = divmod(passes, self.num_iterations)
         if rest:
             raise ValueError(
@@ -249,7 +255,7 @@ class TrollConfig(GRPOConfig):
             )
         if self.always_on_policy:
             raise ValueError(
-                "kl_in_reward needs scores of the rollout, which TRL makes only for off-policy updates: set "
+                "kl_in_reward needs scores of the rollout, which are made only for off-policy updates: set "
                 "updates_per_rollout to 2 or more"
             )
         if not self.beta > 0:

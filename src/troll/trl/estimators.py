@@ -77,7 +77,8 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
     `TrollConfig.kl_in_reward`. Arguments and result are those of `SequenceAdvantages`; a completion without tokens also
     has advantage 0.
     """
-    return whiten(rewards, torch.where(rewards.isnan(), 0, token_counts))
+    # In float64, since of equal rewards the rounding of a mean would be multiplied by 1e4.
+    return whiten(rewards.double(), torch.where(rewards.isnan(), 0, token_counts)).to(rewards)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
@@ -85,9 +86,9 @@ def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_co
 
     Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt.
     """
-    grouped = rewards.view(-1, num_generations)
+    grouped = rewards.double().view(-1, num_generations)
     centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).flatten()
-    return reinforce_plus_plus(centred, num_generations, token_counts)
+    return reinforce_plus_plus(centred, num_generations, token_counts).to(rewards)
 
 
 def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:

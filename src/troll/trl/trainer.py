@@ -158,7 +158,7 @@ class TrollTrainer(GRPOTrainer):
     def _make_parts(self) -> None:
         """Makes the parts that count within a training; each training begins with new ones."""
         self.surrogate_loss = SurrogateLoss(self)
-        self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
+        self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs, self.reward_weights)
         self.monitor = Monitor(self.accelerator, self.args)
         self.diagnostics = Diagnostics(self)
 

@@ -34,11 +34,13 @@ class UngradedFilter:
     Args:
         accelerator: Gathers verdicts from the trainer's processes.
         reward_funcs: The trainer's reward functions, graders among them.
+        reward_weights: (F,), their weights; a grader of weight 0 is only logged.
     """
 
-    def __init__(self, accelerator: Accelerator, reward_funcs: Sequence[Any]) -> None:
+    def __init__(self, accelerator: Accelerator, reward_funcs: Sequence[Any], reward_weights: Tensor) -> None:
         self._accelerator = accelerator
-        self._columns = [place for place, reward in enumerate(reward_funcs) if leaves_unscored(reward)]
+        trained = [place for place, weight in enumerate(reward_weights.tolist()) if weight != 0]
+        self._columns = [place for place in trained if leaves_unscored(reward_funcs[place])]
         found: list[Grader] = [getattr(reward_funcs[place], "grader", reward_funcs[place]) for place in self._columns]
         self._graders = list(dict.fromkeys(found))
         self._rows, self._trouble = torch.empty(0, dtype=torch.bool), False

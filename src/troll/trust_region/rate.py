@@ -90,7 +90,7 @@ class _State:
 
     #: The rate of the last update, before the schedule.
     rate: float
-    #: The rates that the last updates used, the newest last; 0 where the policy did not move.
+    #: The rates that the last updates used, the newest last; 0 where the policy had not moved since its rollout.
     walked: list[float] = field(default_factory=list)
     #: (log a, log D, log KL) of the last measurements, those of a rollout.
     measured: list[list[float]] = field(default_factory=list)
@@ -214,7 +214,7 @@ class KLTarget:
                 mean if they come from several rollouts.
             schedule: s ≥ 0, the schedule for this step, relative to its peak.
             moves: False if this step does not train the policy: no token counts, none has an advantage, or only a
-                critic is trained.
+                critic is trained. Its length counts only after another step on the rollout that does.
             entropy: The mean entropy of the update's tokens, if it is known.
             success: The mean success or reward of the update's sequences, at least 0, if it is known.
 
@@ -242,7 +242,8 @@ class KLTarget:
         elif math.isfinite(kl) and age >= 1 and 0 < walk < math.inf:
             self._observe(kl, age, walk, fallen)
         rate = state.rate * float(schedule)
-        state.walked = [*state.walked, rate if moves else 0.0][-4 * (self.last_age + 1) :]
+        # After an update that moved, Adam's momentum moves the policy in the next ones too.
+        state.walked = [*state.walked, rate if moves or walk > 0 else 0.0][-4 * (self.last_age + 1) :]
         return rate
 
     def used(self, rate: float) -> None:

@@ -114,6 +114,10 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         ({"updates_per_rollout": 8, "steps_per_generation": 2}, "updates_per_rollout=8 .* steps_per_generation=2"),
         ({"updates_per_rollout": 8, "generation_batch_size": 32}, "updates_per_rollout=8 .* steps_per_generation=4"),
         ({"updates_per_rollout": 1, **ONE_PASS_IN_TWO}, "=1 .* 3 passes a rollout and 2 an update"),
+        (
+            {"updates_per_rollout": 2, "num_iterations": 4, "gradient_accumulation_steps": 4},
+            "updates_per_rollout must be at least num_iterations=4",
+        ),
         ({"updates_per_rollout": 3, "num_iterations": 2}, "takes 3 passes over a rollout, which num_iterations=2"),
         ({"steps_per_generation": 4, "generation_batch_size": 64}, "generation_batch_size=64 .* makes 32 completions"),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, "set gradient_accumulation_steps"),

@@ -100,10 +100,12 @@ def test_whose_none_means_that_a_row_could_not_be_judged():
     share = passed_fraction(CodeGrader(workers=1, sandbox=lambda *_, **__: []))
     assert leaves_unscored(Never()) and leaves_unscored(share) and not leaves_unscored(shy)
     rewards = torch.tensor([[1.0, 0.5, NAN], [NAN, 0.5, 0.0], [0.0, NAN, 1.0]])
-    unscored = UngradedFilter(ACCELERATOR, [Never(), shy, form])
+    unscored = UngradedFilter(ACCELERATOR, [Never(), shy, form], torch.ones(3))
     assert unscored.excluded(rewards).isnan().tolist() == [[False, False, True], [True] * 3, [False, True, False]]
     assert unscored.metrics(rewards) == {"rewards/unscored": pytest.approx(1 / 3)}
-    without = UngradedFilter(ACCELERATOR, [shy, form])
+    logged = UngradedFilter(ACCELERATOR, [Never(), shy, form], torch.tensor([0.0, 1.0, 1.0]))
+    assert torch.equal(logged.excluded(rewards).isnan(), rewards.isnan()) and logged.metrics(rewards) == {}
+    without = UngradedFilter(ACCELERATOR, [shy, form], torch.ones(2))
     assert torch.equal(without.excluded(rewards[:, 1:]).isnan(), rewards[:, 1:].isnan())
     assert without.metrics(rewards[:, 1:]) == {}
 
@@ -252,7 +254,7 @@ ACCELERATOR: Any = SimpleNamespace(
     ids=["all", "all with a program", "by one of two"],
 )
 def test_three_rollouts_in_a_row_without_a_verdict_end_a_run(hopeless):
-    unscored = UngradedFilter(ACCELERATOR, [Never() for _ in hopeless])
+    unscored = UngradedFilter(ACCELERATOR, [Never() for _ in hopeless], torch.ones(len(hopeless)))
     better = tuple([*verdicts[:-1], JUDGED] for verdicts in hopeless)
     for rollout in [hopeless, hopeless, better, hopeless, hopeless]:
         roll_out(unscored, *rollout)
@@ -266,7 +268,7 @@ def test_a_function_that_keeps_no_verdicts_ends_a_run_too():
         return [None for _ in completions]
 
     vars(share)["grader"] = Never()
-    unscored = UngradedFilter(ACCELERATOR, [share])
+    unscored = UngradedFilter(ACCELERATOR, [share], torch.ones(1))
     for _ in range(2):
         unscored.observe(torch.full((8, 1), NAN))
         unscored.without(rollout_of(8), lambda values: values)
@@ -275,7 +277,7 @@ def test_a_function_that_keeps_no_verdicts_ends_a_run_too():
 
 
 def test_unjudged_completions_are_warned_of_ever_more_rarely(recwarn):
-    unscored = UngradedFilter(ACCELERATOR, [Never()])
+    unscored = UngradedFilter(ACCELERATOR, [Never()], torch.ones(1))
     for _ in range(9):
         roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])
         roll_out(unscored, [JUDGED, WRONG])

@@ -248,10 +248,12 @@ def test_policy_that_has_not_moved_says_nothing(still):
         assert control.rate == pytest.approx(RIGHT)
 
 
-def test_update_that_does_not_move_adds_nothing():
-    trained, idle = moved(), moved()
-    idle.update(math.nan, 1, moves=False)
-    assert idle.update(trained.wanted(2), 2) == pytest.approx(trained.update(trained.wanted(2), 1))
+def test_update_without_advantage_counts_after_one_with_advantage():
+    control = KLTarget(TARGET, updates_per_rollout=4, learning_rate=1.0)
+    for age, moves in enumerate([False, True, False, False] + [False] * 4):
+        control.update(math.nan, age % 4, moves=moves)
+    rate = control.rate
+    assert control.state_dict()["walked"] == [0.0, rate, rate, rate] + [0.0] * 4
 
 
 # The floor
