@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import measure
-from troll.files import json_text
+from troll.files import json_text, write_atomically
 
 NAMES = (
     "head",
@@ -71,14 +71,15 @@ def main() -> None:
 
     warnings.filterwarnings("ignore")
     measure.small = arguments.small
-    environment = measure.environment(arguments.device)
-    Console().print(environment)
+    Console().print(measure.environment(arguments.device))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    for name in NAMES if "all" in arguments.names else arguments.names:
+    threads = torch.get_num_threads()
+    expanded = [each for name in arguments.names for each in (NAMES if name == "all" else (name,))]
+    for name in dict.fromkeys(expanded):
         try:
             module = import_module(f"benchmarks.{name}")
         except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] in ("benchmarks", "tests", "troll", "troll_sandbox"):
+            if (error.name or "").split(".")[0] in ("benchmarks", "tests", "troll", "troll_lab", "troll_sandbox"):
                 raise
             Console().print(f"skipped: {name} ({error.name} is not installed)")
             continue
@@ -87,9 +88,16 @@ def main() -> None:
                 sys.exit(1)
             continue
         models = [arguments.model] if name in ("coverage", "engine", "step", "truncation") and arguments.model else []
-        rows = module.main(arguments.device, arguments.repeats, *models)
-        path = arguments.output / f"{name}-{arguments.device}.json"
-        path.write_text(json_text({"environment": environment, "rows": rows}, indent=1))
+        try:
+            rows = module.main(arguments.device, arguments.repeats, *models)
+        except measure.Skipped as reason:
+            Console().print(f"skipped: {name} ({reason})")
+            continue
+        environment = measure.environment(arguments.device)  # a benchmark may take fewer threads
+        torch.set_num_threads(threads)
+        given = "-".join(Path(model).name for each in models for model in each)
+        path = arguments.output / f"{'-'.join(filter(None, (name, given, arguments.device)))}.json"
+        write_atomically(path, json_text({"environment": environment, "rows": rows}, indent=1))
         Console().print(f"{path}\n")
 
 

@@ -40,6 +40,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import measure
+from troll.files import write_atomically
 
 #: Fields of a recipe, and the values of each.
 Fields = dict[str, tuple[str, ...]]
@@ -110,10 +111,6 @@ class Part(NamedTuple):
     run: Callable[[str, int, Path, float], Rows]
 
 
-class Skipped(Exception):
-    """Raised when a part cannot run here, with the reason."""
-
-
 def training(
     grid: Fields, rows_of: Callable[[Any], Rows] | None = None, plain: bool = False
 ) -> Callable[[str, int, Path, float], Rows]:
@@ -127,13 +124,13 @@ def training(
 
     def run(device: str, repeats: int, folder: Path, seconds: float) -> Rows:
         if missing := _missing(*TRAINING_NEEDS):
-            raise Skipped(missing)
+            raise measure.Skipped(missing)
         try:
             metadata.version("troll-rl")  # which a run notes
         except metadata.PackageNotFoundError:
-            raise Skipped("troll-rl is not installed: pip install --no-deps -e .") from None
+            raise measure.Skipped("troll-rl is not installed: pip install --no-deps -e .") from None
         if not measure.small and not MODEL.is_dir():
-            raise Skipped(f"{MODEL} is missing: make smollm2")
+            raise measure.Skipped(f"{MODEL} is missing: make smollm2")
         model = _random_model(folder / "model") if measure.small else MODEL
         model = _without_template(model, folder / "plain") if plain else model
         settings = settings_of(grid, device, model) | {"--output_dir": (str(folder / "runs"),)}
@@ -248,8 +245,12 @@ def benchmark(name: str) -> Callable[[str, int, Path, float], Rows]:
     def run(device: str, repeats: int, folder: Path, seconds: float) -> Rows:
         options = ["--device", device, "--repeats", str(repeats), "--output", str(folder)]
         options += ["--small"] if measure.small else []
+        result = folder / f"{name}-{device}.json"
+        result.unlink(missing_ok=True)  # of an earlier attempt
         _call([sys.executable, "-m", "benchmarks", name, *options], seconds)
-        yield from json.loads((folder / f"{name}-{device}.json").read_text())["rows"]
+        if not result.exists():
+            raise measure.Skipped("its own output says why")
+        yield from json.loads(result.read_text())["rows"]
 
     return run
 
@@ -257,7 +258,7 @@ def benchmark(name: str) -> Callable[[str, int, Path, float], Rows]:
 def kernel_tests(device: str, repeats: int, folder: Path, seconds: float) -> Rows:
     """Tests the Triton kernels against the torch code and float64, on this GPU, or interpreted without one."""
     if missing := _missing("pytest", "triton", "hypothesis", "scipy"):
-        raise Skipped(missing)
+        raise measure.Skipped(missing)
     files = sorted(map(str, Path("tests/troll/trust_region").rglob("test_*_triton*.py")))
     files = files[:1] if measure.small else [*files, "tests/troll/trust_region/test_matrix.py", "-k", "triton"]
     report = folder / "tests.xml"
@@ -285,7 +286,6 @@ PARTS = (
     Part("step", 180, benchmark("step")),
     Part("scaling", 180, benchmark("scaling")),
     Part("projection", 60, benchmark("projection")),
-    Part("packed", 60, benchmark("packed")),
 )
 
 #: The seconds that a part has to stop, in which its runs end after their rollout, from where they can go on; and then
@@ -298,19 +298,21 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
     end = time.monotonic() + 60 * minutes
     environment = measure.environment(device)
     name = "-".join("".join(x if x.isalnum() else " " for x in environment["device"]).lower().split())
+    name += "-small" if measure.small else ""
     log, page_file = output / f"{name}.jsonl", output / f"{name}.md"
     lines = _read(log)
+    done = _done(lines, environment)
     with log.open("a", encoding="utf-8") as file:
 
         def write(line: dict[str, Any]) -> None:
             lines.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
-            page_file.write_text(page(lines), encoding="utf-8")
+            write_atomically(page_file, page(lines))
 
         write({"environment": environment})
         for part in PARTS:
-            if any(line.get("part") == part.name and line.get("outcome") == "done" for line in lines):
+            if part.name in done:
                 continue
             began = time.monotonic()
             limit = end - began if measure.small else min(part.seconds, end - began) - STOPPING
@@ -323,7 +325,7 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
                 for row in part.run(device, repeats, folder, limit):
                     write({"part": part.name, "row": row})
                 outcome = "done"
-            except Skipped as reason:
+            except measure.Skipped as reason:
                 outcome = f"skipped: {reason}"
             except subprocess.TimeoutExpired:
                 outcome = f"did not fit in {max(limit, 0):.0f} s"
@@ -344,8 +346,19 @@ def _read(log: Path) -> list[dict[str, Any]]:
     text = log.read_text(encoding="utf-8")
     if text and not text.endswith("\n"):
         text = text[: text.rfind("\n") + 1]
-        log.write_text(text, encoding="utf-8")
+        write_atomically(log, text)
     return [json.loads(line) for line in text.splitlines()]
+
+
+def _done(lines: Sequence[dict[str, Any]], environment: dict[str, Any]) -> set[str]:
+    """The parts that are done in this environment: figures of other versions are made again."""
+    found, same = set(), False
+    for line in lines:
+        if "environment" in line:
+            same = line["environment"] == environment
+        elif same and line.get("outcome") == "done":
+            found.add(line["part"])
+    return found
 
 
 def _latest(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,10 @@ def shapes(device: str) -> str:
     return "small" if small else device
 
 
+class Skipped(Exception):
+    """Raised when a benchmark, or a part of one, cannot run here, with the reason."""
+
+
 class Unusable(Exception):
     """Another package's contender is not installed here, or does not run on this device."""
 
@@ -217,12 +221,17 @@ def environment(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
+        "cuda": torch.version.cuda if device == "cuda" else None,
         **versions,
     }
 
 
 def _processor() -> str:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = [line for line in lines if line.startswith("model name")]
     return models[0].split(":")[1].strip() if models else platform.machine()
 
 

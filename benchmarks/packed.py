@@ -1,4 +1,4 @@
-"""The packed old policy against the padded one: bytes a token, and times of a rollout buffer's operations.
+"""The packed old policy against the padded one: bytes a token.
 
 The logits are made up: Zipf's law, `−s log rank`, with an exponent s for each position whose spread is chosen so that
 some positions are nearly certain, some wide open, and 5 to 10 of 64 tokens carry 99.999 % of the mass on average. The
@@ -7,7 +7,6 @@ packed form takes 8 bytes for each of them and 12 for the position, so the ratio
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 import troll
 from benchmarks import measure
 
-VOCABULARY, SEQUENCES, LENGTH, MINIBATCH = 151_936, 64, 256, 8
+VOCABULARY, SEQUENCES, LENGTH = 151_936, 64, 256
 #: The number of different sequences that are captured; the buffer repeats them.
 CAPTURED = {"cpu": 4, "cuda": 64, "small": 1}
 #: The median of the exponents, and the standard deviation of their logarithms.
@@ -43,32 +42,14 @@ def _capture(log_rank: Tensor) -> troll.SparsePolicy:
     return troll.capture(logits, token_ids)[None]
 
 
-def contenders(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> dict[str, measure.Contenders]:
-    """The operations of a buffer, for the forms that support them."""
-    device = packed.counts.device
-    rows = torch.randperm(SEQUENCES).tolist()
-    order, part = torch.tensor(rows, device=device), slice(MINIBATCH, 2 * MINIBATCH)
-    sequences, minibatch = packed.unbind(), packed[part]
-    chosen = [sequences[row] for row in rows[part]]
-    return {
-        "pack": {"packed": lambda: troll.PackedPolicy.of(padded)},
-        "shuffle": {"padded": lambda: padded[order], "packed": lambda: packed[order]},
-        f"cut {MINIBATCH} sequences": {"padded": lambda: padded[part], "packed": lambda: packed[part]},
-        "unbind": {"packed": packed.unbind},
-        f"stack {MINIBATCH} of the unbound": {"packed": lambda: troll.PackedPolicy.stack(chosen)},
-        f"unpack {MINIBATCH} sequences": {"packed": minibatch.unpack},
-        "unpack all": {"packed": packed.unpack},
-    }
-
-
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints kept tokens, bytes per token, and times."""
+    """Prints kept tokens and bytes per token."""
     padded = rollout(device)
     packed = troll.PackedPolicy.of(padded)
     Console().print(
         f"packed: {SEQUENCES} sequences of {LENGTH} tokens, V = {VOCABULARY}, Zipf exponents of median {EXPONENT}"
     )
-    return [*_kept(packed.counts), *_bytes(padded, packed), *_times(contenders(padded, packed), repeats, device)]
+    return [*_kept(packed.counts), *_bytes(padded, packed)]
 
 
 def _kept(counts: Tensor) -> list[dict[str, Any]]:
@@ -96,18 +77,5 @@ def _bytes(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> list[dict[
     for name, size in forms.items():
         rows.append({"form": name, "bytes_per_token": size / padded.shape.numel(), "ratio": size / packed.nbytes})
         table.add_row(name, f"{size / padded.shape.numel():.1f}", f"{size / packed.nbytes:.2f} ×")
-    Console(width=110).print(table)
-    return rows
-
-
-def _times(operations: dict[str, measure.Contenders], repeats: int, device: str) -> list[dict[str, Any]]:
-    table = Table("operation", "padded", "packed")
-    rows = []
-    for operation, forms in operations.items():
-        medians = {form: statistics.median(times) for form, times in measure.seconds(forms, repeats, device).items()}
-        table.add_row(
-            operation, *(measure.duration(medians[form]) if form in medians else "" for form in ("padded", "packed"))
-        )
-        rows.append({"operation": operation, **medians})
     Console(width=110).print(table)
     return rows

@@ -44,7 +44,10 @@ Runner = Callable[[int], None]
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Prints tables of throughput, of the parts of a start, and of latency next to attacks."""
-    sandbox = Bubblewrap()
+    try:
+        sandbox = Bubblewrap()
+    except SandboxError as error:
+        raise measure.Skipped(str(error)) from error
     workers = len(os.sched_getaffinity(0))
     local = LocalSandbox(sandbox, sandbox)
     executor = Executor(lambda: (local, local.close), Limits(), workers)

@@ -104,7 +104,7 @@ def test_main_reports_parts_that_fail_or_do_not_fit(tmp_path: Path, monkeypatch:
         gpu._call(["sleep", "60"], 0.1)
 
     def missing(*_: object) -> gpu.Rows:
-        raise gpu.Skipped("trl not installed")
+        raise measure.Skipped("trl not installed")
 
     def broken(*_: object) -> gpu.Rows:
         gpu._call([sys.executable, "-c", "raise SystemExit(3)"], 60)
@@ -147,6 +147,29 @@ def test_main_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: py
     rows = {name: part["rows"] for name, part in gpu._latest(lines_of(tmp_path)).items()}
     assert rows == {"first": [{"number": 1}], "second": [{"number": 3}]}  # of the last attempt
     assert gpu.main("cpu", 1, tmp_path, 20) and len(made) == 3
+    monkeypatch.setattr(measure, "environment", lambda _: {**lines_of(tmp_path)[0]["environment"], "torch": "3.0"})
+    assert gpu.main("cpu", 1, tmp_path, 20) and len(made) == 5  # with other versions, again
+
+
+def test_parts_of_tiny_shapes_do_not_count_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    def run(*_: object) -> gpu.Rows:
+        made.append(measure.small)
+        yield {"row": 1}
+
+    parts(monkeypatch, gpu.Part("first", 60, run))
+    for small in (True, False):
+        monkeypatch.setattr(measure, "small", small)
+        assert gpu.main("cpu", 1, tmp_path, 20)
+    assert made == [True, False]
+
+
+def test_benchmark_that_leaves_no_rows_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step-cpu.json").write_text('{"rows": [{"of": "an earlier attempt"}]}')
+    monkeypatch.setattr(gpu, "_call", lambda *_: None)
+    with pytest.raises(measure.Skipped, match="its own output says why"):
+        list(gpu.benchmark("step")("cpu", 1, tmp_path, 60))
 
 
 @pytest.mark.slow

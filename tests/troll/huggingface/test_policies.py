@@ -69,22 +69,6 @@ def test_what_is_not_counted_is_certain():
     assert old.shape == scored(inputs).shape
 
 
-def test_a_policy_of_inference_mode_has_the_step_of_any_other():
-    model, inputs = tiny.make_model("llama"), batch()
-    steps = []
-    for mode in (True, False):
-        with torch.inference_mode(mode):
-            old = captured(model, inputs)
-        for step in (
-            huggingface.trust_region_step(model, **inputs, old=old),
-            troll.trust_region_step(logits_of(model, inputs, 1.0), troll.PackedPolicy.of(old).unpack()),
-        ):
-            step.log_ratio.sum().backward()
-            steps.append((step.log_ratio.detach(), gradients(model)))
-            model.zero_grad()
-    torch.testing.assert_close(steps[:2], steps[2:], rtol=0, atol=0)
-
-
 def test_truncated_step_is_that_of_logits_on_the_kept_set():
     model, inputs = tiny.make_model("llama"), batch()
     mask, truncation = scored(inputs), Truncation(top_p=0.9)
@@ -135,12 +119,6 @@ def test_a_policy_of_another_vocabulary_is_refused():
     _, inputs, old = moved()
     with pytest.raises(ValueError, match="60 tokens, got"):
         huggingface.trust_region_step(tiny.make_model("llama", vocab_size=60), **inputs, old=old, temperature=0.7)
-
-
-def test_logits_at_another_temperature_are_refused():
-    model, inputs, old = moved()
-    with pytest.raises(ValueError, match=r"temperature must be .* capture, 0\.7, got 1\.0"):
-        troll.trust_region_step(troll.Logits(logits_of(model, inputs, 1.0), temperature=1.0), old)
 
 
 def test_it_is_there_when_it_is_named(monkeypatch):

@@ -26,20 +26,6 @@ def assert_the_trust_region_acts_and_bounds(trainer: Any) -> None:
     assert max(logged(trainer, "trust_region/nonfinite")) == 0
 
 
-def test_a_mixture_of_experts_trains(make):
-    """The routers' part of the loss is compared with GRPOTrainer's in test_loss."""
-    model = tiny.make_model("qwen3_moe").train()
-    before = parameters(model)
-    trainer = make(model=model, kl_bound=BOUND)
-    trainer.train()
-    assert_the_trust_region_acts_and_bounds(trainer)
-    assert min(logged(trainer, "aux_loss")) > 0
-    moved = changed(before, trainer.model)
-    for part in (".experts.", ".gate."):
-        names = {name for name in before if part in name}
-        assert names and names <= moved
-
-
 @pytest.mark.parametrize("architecture", ["granitemoe", "phimoe"])
 def test_the_experts_of_a_configuration_may_have_another_name(make, architecture):
     """By the trust region the routers' loss is read with the policy, and by the clip it is TRL's own."""

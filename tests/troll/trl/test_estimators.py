@@ -42,11 +42,6 @@ def test_rloo_of_a_completion_without_others_is_zero():
     close(estimators.rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
 
 
-def test_reinforce_plus_plus_whitens_without_groups():
-    # Mean 2, variance 1.
-    close(estimators.reinforce_plus_plus(float64([1, 3, 1, 3]), 2, ONES[:4]), [-1, 1, -1, 1])
-
-
 def test_reinforce_plus_plus_counts_tokens_not_completions():
     rewards, counts = float64([0, 1, 5, NAN]), torch.tensor([3, 1, 0, 7])
     tokens = float64([0, 0, 0, 1])
@@ -66,16 +61,6 @@ def test_equal_rewards_or_none_have_no_advantage(estimator):
     advantages = OF_SEQUENCES[estimator](torch.full((6,), 0.7), 3, torch.arange(1, 7))
     assert advantages.dtype == torch.float32 and advantages.abs().max() < 2**-20 * 0.7  # what a KL target calls equal
     assert OF_SEQUENCES[estimator](torch.full((6,), NAN), 3, ONES).tolist() == [0.0] * 6
-
-
-def test_whitened_values_have_mean_zero_and_variance_one():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 100
-    mask = torch.rand(5, 7, generator=generator) < 0.6
-    whitened = estimators.whiten(values.masked_fill(~mask, NAN), mask)
-    close(whitened[mask].mean(), 0)
-    close(whitened[mask].var(correction=0), 1)
-    assert not whitened[~mask].any()
 
 
 def test_whiten_in_float32_keeps_a_variance_below_the_mean():

@@ -13,7 +13,6 @@ from tests.troll.trust_region.cases import (
     numbers,
     pairs,
     random_step,
-    some,
     tensor,
 )
 from troll import TrustRegionStep
@@ -93,15 +92,6 @@ def test_step_tally_reads_only_the_mask(garbage):
     assert metrics.keys() == expected.keys()
     for name, number in expected.items():
         assert metrics[name].item() == pytest.approx(number.item(), rel=1e-12), name
-
-
-def test_step_tally_adds_up_over_micro_batches():
-    step = random_step()
-    first, second = (step_tally(some(step, rows), MASK[rows]) for rows in (slice(0, 1), slice(1, 4)))
-    found, expected = Tally() + first + second, step_tally(step, MASK)
-    assert found.maxima == expected.maxima
-    for name, value in expected.values(empty=0.0).items():
-        assert found.values(empty=0.0)[name].item() == pytest.approx(value.item(), rel=1e-12), name
 
 
 def test_step_tally_counts_and_leaves_out_broken_tokens():

@@ -132,21 +132,6 @@ def test_projection_gradients_of_degenerate_are_finite():
                 assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_projection_gradients_have_dtype_of_input(dtype):
-    old, new = (tensor(x, dtype) for x in pairs("flat", 30, 12, seed=5))
-    upstream = random_logits(30, 12, seed=6)
-    logits = new.clone().requires_grad_()
-    project(logits, old, kl_bound=0.05).log_probs.backward(gradient=upstream.float())
-    assert logits.grad is not None and logits.grad.dtype == dtype
-    for b in range(30):
-        expected = reference.project(array(new[b]), array(old[b]), 0.05).gradient(array(upstream[b]))
-        rounding = 1e-4 if dtype == torch.float32 else 2e-2
-        np.testing.assert_allclose(
-            array(logits.grad[b]), expected, rtol=rounding, atol=rounding * np.abs(expected).max()
-        )
-
-
 def test_projection_numbers_carry_no_gradient():
     new, old = random_logits(4, 6).requires_grad_(), random_logits(4, 6, seed=1).requires_grad_()
     projection = project(new, old, kl_bound=0.05)
@@ -162,16 +147,6 @@ def test_projection_bounds_broadcast(shape):
     kl_bound = 0.01 + 0.1 * torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     full = project(new, old, kl_bound=kl_bound.expand(2, 3).contiguous())
     assert torch.equal(project(new, old, kl_bound=kl_bound).log_probs, full.log_probs)
-
-
-def test_projection_ignores_order_and_shift():
-    old, new = random_logits(30, 12, scale=2.0), random_logits(30, 12, seed=1, scale=2.0)
-    plain = project(new, old, kl_bound=0.03)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-    permuted = project(new[:, order], old[:, order], kl_bound=0.03)
-    torch.testing.assert_close(permuted.log_probs, plain.log_probs[:, order], rtol=0, atol=1e-8)
-    shifted = project(new + 7.0, old - 30.0, kl_bound=0.03)
-    torch.testing.assert_close(shifted.log_probs, plain.log_probs, rtol=0, atol=1e-8)
 
 
 LOGITS = st.lists(

@@ -32,16 +32,6 @@ def random_outcomes(seed: int, rows: int = 6, slots: int = 4, scale: float = 1.0
     return PolicyOnSupport(torch.arange(slots).expand(rows, slots), z[:, :-1], z[:, -1], 100)
 
 
-def test_log_probs_are_normalised():
-    policy = outcomes([[3.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], [0.5, -math.inf])
-    assert policy.shape == (2,)
-    assert policy.used.tolist() == [[True, True, False], [True, True, True]]
-    expected = log_softmax([[3.0, 1.0, -np.inf, 0.5], [0.0, -np.inf, 2.0, -np.inf]], axis=-1)
-    np.testing.assert_allclose(array(policy.outcomes), expected, rtol=1e-14)
-    np.testing.assert_allclose(array(policy.log_probs), expected[:, :-1], rtol=1e-14)
-    np.testing.assert_allclose(array(policy.tail_log_prob), expected[:, -1], rtol=1e-14)
-
-
 def test_sparse_kl_of_close_policies_in_float32():
     """Divergences of about 1e-8, where the textbook sum Σ p x has an error of about 1e-7."""
     generator = torch.Generator().manual_seed(1)

@@ -241,9 +241,3 @@ def test_capture_top_refuses_bad_arguments(argument, change):
     }
     with pytest.raises(ValueError, match=argument):
         troll.capture_top(**arguments | change)
-
-
-def test_capture_top_takes_unused_entries_twice():
-    ids, log_probs = torch.tensor([[3, -1, -1]]), torch.tensor([[math.log(0.5), math.nan, 5.0]])
-    policy = troll.capture_top(ids, log_probs, torch.tensor([3]), log_probs[:, 0], 9)
-    torch.testing.assert_close(policy.tail_log_prob.exp(), torch.tensor([0.5]))
