@@ -82,7 +82,9 @@ class _Evaluation:
         default = VllmGenerator.batch_size if self.backend == "vllm" else TransformersGenerator.batch_size
         self.batch_size = config.batch_size or default
         self.generator: TransformersGenerator | VllmGenerator | None = None
+        # Of earlier commands in the folder, too.
         self.results: dict[str, Any] = {}
+        self.tasks: dict[str, Any] = {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,7 +116,9 @@ class _Evaluation:
         }
 
     def run(self) -> bool:
-        self.results = read_object(self.folder / RESULTS).get("tasks", {})
+        earlier = read_object(self.folder / RESULTS)
+        self.results = earlier.get("tasks", {})
+        self.tasks = earlier.get("settings", {}).get("tasks", {}) | self.task_settings
         names = [problems.name for problems in self.problems]
         say(self.console, f"evaluating {self.source.name} on {', '.join(names)} with {self.backend} in {self.folder}")
         (self.folder / "generations").mkdir(exist_ok=True)
@@ -225,7 +229,7 @@ class _Evaluation:
     def _write(self, status: str) -> None:
         content = {
             "status": status,
-            "settings": self.settings | {"tasks": self.task_settings},
+            "settings": self.settings | {"tasks": self.tasks},
             "interval": "95 %, Wilson's with the effective number of trials over questions",
             "tasks": self.results,
             "versions": _versions(),

@@ -221,6 +221,8 @@ def test_task_may_be_added_later(settings: Settings, finished: Path, letters: Ta
     recorded = json.loads((finished / "settings.json").read_text())["tasks"]
     assert set(results_of(finished)["tasks"]) == set(recorded) == {"reasoning_gym:chain_sum", "letters"}
     assert len(read_lines(finished / "generations" / "letters.jsonl")) == 12
+    found = results_of(finished)
+    assert found["settings"]["tasks"].keys() == found["tasks"].keys() and len(found["tasks"]) == 2
 
 
 def test_tasks_of_one_name_are_refused(settings, letters, console, monkeypatch):
