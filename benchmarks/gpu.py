@@ -20,6 +20,7 @@ on where the last one stopped, and makes no finished part again. The folders of 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -302,6 +303,8 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
     log, page_file = output / f"{name}.jsonl", output / f"{name}.md"
     lines = _read(log)
     done = _done(lines, environment)
+    # Runs that are there go on, so those of other versions have a folder of their own.
+    made_by = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:8]
     with log.open("a", encoding="utf-8") as file:
 
         def write(line: dict[str, Any]) -> None:
@@ -317,7 +320,7 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
             began = time.monotonic()
             limit = end - began if measure.small else min(part.seconds, end - began) - STOPPING
             write({"part": part.name, "outcome": "began"})
-            folder = output / name / part.name.replace(",", "").replace(" ", "-")
+            folder = output / name / made_by / part.name.replace(",", "").replace(" ", "-")
             try:
                 if limit <= 0:
                     raise subprocess.TimeoutExpired(part.name, limit)
@@ -325,6 +328,7 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
                 for row in part.run(device, repeats, folder, limit):
                     write({"part": part.name, "row": row})
                 outcome = "done"
+                done.add(part.name)
             except measure.Skipped as reason:
                 outcome = f"skipped: {reason}"
             except subprocess.TimeoutExpired:

@@ -6,7 +6,7 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from experiments import second
+from experiments import second, third_analysis
 from experiments.analysis import Method, Section
 from experiments.contest import rate_text
 from experiments.protocol import MARGIN, METHODS, REGIMES
@@ -79,6 +79,31 @@ def followed(lines: Sequence[Data]) -> Drawing:
     return Drawing(lines, draw_followed, "Learning rate and KL of runs with one KL target, from different starts")
 
 
+def starts(panels: Sequence[tuple[third_analysis.Contest, Mapping[str, Method]]]) -> Drawing:
+    """Success over `learning_rate`, with the KL target and without it.
+
+    Args:
+        panels: The third part's runs of a regime, and the second part's methods there, by their keys.
+    """
+    data = [start_data(found, former) for found, former in panels if found.size]
+    return Drawing(data, draw_starts, "Held-out success over learning_rate, with a KL target (thick) and without it")
+
+
+def start_data(found: third_analysis.Contest, former: Mapping[str, Method]) -> Data:
+    """For each method the mean success over seeds, at the starts with the target and at constant rates."""
+    lines = {}
+    for key in found.regime.methods:
+        targeted = [(arm.rate, found.runs[arm].values()) for arm in found.at(key)[:-1] if found.runs[arm]]
+        means = former[key].means if key in former else {}
+        lines[second.METHODS[key].name] = {
+            "start": [rate for rate, _ in targeted],
+            "with": [_rounded(np.mean([run.success_after for run in runs])) for _, runs in targeted],
+            "rate": list(means),
+            "without": [_rounded(mean) for mean in means.values()],
+        }
+    return {"title": found.regime.name, "lines": lines}
+
+
 def rate_data(title: str, methods: Sequence[Method]) -> Data:
     """Success over the learning rate: for each method its mean, and the quartiles over seeds, by rate."""
     lines = {}
@@ -135,6 +160,34 @@ def draw_rates(panels: Sequence[Data]) -> Figure:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
         if place == 0:
             axes.set_ylabel("held-out success after training")
+    return figure
+
+
+def draw_starts(panels: Sequence[Data]) -> Figure:
+    """Draws the data from `start_data`, a panel for each."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels) + 0.3, 4.0), layout="constrained")
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, panel in zip(row, panels, strict=True):
+        for label, line in panel["lines"].items():
+            place = _PLACES.get(label, 0)
+            style: dict[str, Any] = {"color": LIGHT[COLOURS[place]], "marker": _MARKERS[place], "label": label}
+            axes.plot(line["start"], line["with"], linewidth=2.6, markersize=7, zorder=4, **style)
+            axes.plot(line["rate"], line["without"], linewidth=1.2, markersize=4, linestyle=_DASHES[1], **style)
+        axes.set_xscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+        axes.grid(axis="y")
+        axes.set_xlabel("learning_rate")
+        axes.set_title(textwrap.fill(panel["title"], 50))
+    row[0].set_ylim(bottom=0)
+    row[0].set_ylabel("held-out success after training")
+    handles, names = row[0].get_legend_handles_labels()
+    shown = dict(zip(reversed(names), reversed(handles), strict=True))
+    figure.legend(
+        [shown[name] for name in panels[0]["lines"]], list(panels[0]["lines"]), title="thick: with a KL target of 0.03",
+        ncols=len(panels[0]["lines"]), loc="outside upper center",
+    )  # fmt: skip
     return figure
 
 

@@ -134,6 +134,13 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
     }
 
     drawings: dict[str, Callable[[], figures.Drawing]] = {
+        "starts": lambda: figures.starts(
+            [
+                (targeted[name], contests[former].methods)
+                for name, former in third.FORMER.items()
+                if third.REGIMES[name].gates
+            ]
+        ),
         "followed": lambda: figures.followed(_measured(folder, "followed").get("lines", [])),
         "robustness": lambda: figures.rates([(each.title, each.methods) for each in sections]),
         "contrasts": lambda: figures.contrasts(

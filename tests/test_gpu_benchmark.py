@@ -137,7 +137,7 @@ def test_main_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: py
 
         return gpu.Part(name, 60, run)
 
-    parts(monkeypatch, part("first"), part("second"))
+    parts(monkeypatch, part("first"), part("second"), part("first"))  # which has a second turn if it was not done
     with pytest.raises(KeyboardInterrupt):
         gpu.main("cpu", 1, tmp_path, 20)
     (log,) = tmp_path.glob("*.jsonl")

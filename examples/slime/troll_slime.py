@@ -69,8 +69,10 @@ class Settings:
             raise ValueError(f"{args.advantage_estimator} is a loss of its own: take --advantage-estimator grpo")
         given = {x.removeprefix("troll_"): value for x, value in vars(args).items() if x.startswith("troll_")}
         known = [x.name for x in fields(cls)]
-        for name in given.keys() - known:
-            raise ValueError(f"TROLL in slime has no setting troll_{name}{did_you_mean(name, known, 'troll_')}")
+        if unknown := sorted(given.keys() - known):
+            raise ValueError(
+                f"TROLL in slime has no setting troll_{unknown[0]}{did_you_mean(unknown[0], known, 'troll_')}"
+            )
         return cls(**given)
 
 

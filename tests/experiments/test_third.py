@@ -275,6 +275,18 @@ def test_page_shows_the_third_part_with_and_without_runs(tmp_path: Path) -> None
     assert "| TROLL | at 3e-5 | 6.2 | 25.0 | 50.0 |\n" in text
 
 
+def test_starts_have_means_with_and_without_target(tmp_path: Path) -> None:
+    committed = {name: each for name, each in page.read_tables(DOCS / "results").items() if name in second.REGIMES}
+    runs = rows("third-b", {("troll", 0): -0.2, ("troll", 1): -0.1})
+    text, drawings = fill({**committed, "third-b": runs}, tmp_path, "{{figure starts}}")
+    (panel,) = drawings["starts"].data  # (a) has no runs
+    line, former = panel["lines"]["TROLL"], second_analysis.contest("second-b", committed["second-b"]).methods["troll"]
+    assert (line["start"], line["with"]) == ([1e-6, 1e-2], pytest.approx([0.3, 0.4]))
+    assert (line["rate"], line["without"]) == ([*former.means], pytest.approx([*former.means.values()], abs=1e-4))
+    (axes,) = drawings["starts"].draw(drawings["starts"].data).axes
+    assert len(axes.lines) == 2 * len(METHODS) and axes.get_xscale() == "log" and "starts.svg" in text
+
+
 def test_course_has_rates_before_schedule(tmp_path: Path) -> None:
     text, _ = fill({"third-smollm2": rows("third-smollm2")}, tmp_path, "{{course third-smollm2}}")
     # After 8, 16 and 24 of 128 updates: rates over 121/128, 113/128 and 105/128.

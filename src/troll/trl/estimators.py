@@ -77,8 +77,7 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
     `TrollConfig.kl_in_reward`. Arguments and result are those of `SequenceAdvantages`; a completion without tokens also
     has advantage 0.
     """
-    # In float64, since of equal rewards the rounding of a mean would be multiplied by 1e4.
-    return whiten(rewards.double(), torch.where(rewards.isnan(), 0, token_counts)).to(rewards)
+    return whiten(_below_largest(rewards), torch.where(rewards.isnan(), 0, token_counts))
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
@@ -86,9 +85,14 @@ def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_co
 
     Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt.
     """
-    grouped = rewards.double().view(-1, num_generations)
+    grouped = _below_largest(rewards).view(-1, num_generations)
     centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).flatten()
-    return reinforce_plus_plus(centred, num_generations, token_counts).to(rewards)
+    return reinforce_plus_plus(centred, num_generations, token_counts)
+
+
+def _below_largest(rewards: Tensor) -> Tensor:
+    """Rewards minus the largest: of equal ones exactly 0, where `whiten` would multiply a mean's rounding by 1e4."""
+    return rewards - rewards.nan_to_num(nan=-torch.inf).max()
 
 
 def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:

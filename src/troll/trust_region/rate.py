@@ -54,6 +54,8 @@ FEWEST = 4
 LEAST_RISE, JUDGED = 0.25, (1 / 1000, 3 / 4)
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
+#: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.
+MOMENTUM = 0.9
 #: Entropy and success are compared with their mean over about this many rollouts; the floor is a median of as many.
 RECENT_ROLLOUTS = 10
 #: The smallest KL of which a logarithm is taken, as a part of the wanted one.
@@ -90,8 +92,10 @@ class _State:
 
     #: The rate of the last update, before the schedule.
     rate: float
-    #: The rates that the last updates used, the newest last; 0 where the policy had not moved since its rollout.
+    #: The rates that the last updates used, the newest last; only in part where no gradient moved the policy.
     walked: list[float] = field(default_factory=list)
+    #: The updates since the last with a gradient; None if there was none.
+    idle: int | None = None
     #: (log a, log D, log KL) of the last measurements, those of a rollout.
     measured: list[list[float]] = field(default_factory=list)
     #: The number of measurements since the last that was only a bound, or of a rollout younger than usual.
@@ -205,16 +209,17 @@ class KLTarget:
     ) -> float:
         """Takes what an update has measured before its step, and returns the rate for this step.
 
-        An update leaves the rate as it is if its KL is not finite, its age is below 1, or the policy has not moved
-        since its rollout was sampled.
+        An update leaves the rate as it is if its KL is not finite, its age is below 1, or no gradient has moved the
+        policy since its rollout was sampled.
 
         Args:
             kl: The mean KL(p̃ ‖ p) of the update's tokens over all processes, in nats; NaN if it has no token.
             age: The number of calls of this method since the update's tokens were sampled, not counting this one; the
                 mean if they come from several rollouts.
             schedule: s ≥ 0, the schedule for this step, relative to its peak.
-            moves: False if this step does not train the policy: no token counts, none has an advantage, or only a
-                critic is trained. Its length counts only after another step on the rollout that does.
+            moves: False if this step has no gradient for the policy, since no token counts or none has an advantage.
+                Adam's momentum still moves it, by 0.9 of the step before; call `used(0)` if nothing does, as where only
+                a critic is trained.
             entropy: The mean entropy of the update's tokens, if it is known.
             success: The mean success or reward of the update's sequences, at least 0, if it is known.
 
@@ -239,11 +244,15 @@ class KLTarget:
         walk = walk_of(state.walked, age)
         if math.isfinite(kl) and age == 0:
             state.floor = [*state.floor, max(kl, 0.0)][-RECENT_ROLLOUTS:]
-        elif math.isfinite(kl) and age >= 1 and 0 < walk < math.inf:
+        elif math.isfinite(kl) and age >= 1 and 0 < walk < math.inf and state.idle is not None and state.idle < age:
             self._observe(kl, age, walk, fallen)
         rate = state.rate * float(schedule)
-        # After an update that moved, Adam's momentum moves the policy in the next ones too.
-        state.walked = [*state.walked, rate if moves or walk > 0 else 0.0][-4 * (self.last_age + 1) :]
+        if moves:
+            state.idle = 0
+        elif state.idle is not None:
+            state.idle += 1
+        part = 0.0 if state.idle is None else MOMENTUM**state.idle
+        state.walked = [*state.walked, part * rate][-4 * (self.last_age + 1) :]
         return rate
 
     def used(self, rate: float) -> None:

@@ -32,7 +32,8 @@ def old_policy_record(
     """Makes the record of one completion's old policies, for the extra field `old_policies` of a rollout's output.
 
     These are the policies of [capture_top][troll.capture_top], without its sort, since the entries are already in
-    order. Of tokens with equal log-probabilities, those that come first in the engine's order are kept.
+    order. Of tokens with equal log-probabilities, those that come first in the engine's order are among the K, and
+    then δ keeps the smaller ids.
 
     Args:
         token_ids: (T, 1 + M) integers, in vLLM's order: the sampled token, then the M most likely ones, most likely
@@ -63,7 +64,7 @@ def old_policy_record(
     sampled = token_ids[:, 0].long()
     top = _top(token_ids[:, 1:].long(), log_probs[:, 1:].float(), sampled, log_probs[:, 0].float(), vocab_size, top_k)
     if truncated:
-        top = _complete(top, top_k)
+        top = _complete(top, sampled, top_k)
     slots = slots_in_order(top, sampled, vocab_size, mass_threshold)
     policy = PackedPolicy.of(SparsePolicy(*slots, vocab_size, mass_threshold, truncated, temperature))
     check_tokens_in("token_ids", policy.token_ids, vocab_size)
@@ -100,15 +101,16 @@ def _top(ids: Tensor, log_probs: Tensor, sampled: Tensor, own: Tensor, vocab_siz
     return Top(ids, log_probs, log_probs, own, rest)
 
 
-def _complete(top: Top, top_k: int) -> Top:
+def _complete(top: Top, sampled: Tensor, top_k: int) -> Top:
     """The entries of a truncated rollout, which have no tail.
 
     Raises:
         ValueError: If these are not all tokens that it could sample.
     """
     kept = top.logits > -torch.inf
+    added = ~((top.ids == sampled.unsqueeze(-1)) & kept).any(-1)  # the sampled token takes a slot, too
     total = torch.cat([top.logits, top.sampled_logit.unsqueeze(-1)], -1).double().exp().sum(-1)
-    most = int((kept.sum(-1) + (top.sampled_logit > -torch.inf).int()).max()) if len(kept) else 0
+    most = int((kept.sum(-1) + added).max()) if len(kept) else 0
     if not bool((total >= SMALLEST_TOTAL).all()) or most > top_k:
         raise ValueError(
             f"log_probs must be of all tokens that a truncated rollout could sample, at most top_k={top_k}, got up to "

@@ -12,7 +12,7 @@ from typing import Any
 from troll_lab.evaluation.config import EvaluationConfig, EvaluationError
 from troll_lab.evaluation.training_task import TrainingTask, from_here
 from troll_lab.tasks import TaskConfig
-from troll_lab.tasks.registry import json_object, least_train_size
+from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, json_object, least_train_size
 
 #: Task options about prompts in general: a model that was trained with them needs them on other tasks too.
 _SHARED_OPTIONS = ("answer_format", "system_prompt")
@@ -99,13 +99,12 @@ def other_prompts(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
 
 def training_rows(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
     """A line if more rows of the file that the model was trained on are evaluated than training held out."""
-    file = Path(trained.dataset_path or "")
+    file, held_out = Path(trained.dataset_path or ""), trained.eval_size or DEFAULT_EVAL_SIZE
     return [
-        f"{task.task}: training held out {trained.eval_size} rows of {file}, and eval_size is "
-        f"{task.eval_size or 'null'}: if the file does not say which rows are held out, the others were trained on"
+        f"{task.task}: training held out {held_out} rows of {file}, and eval_size is {task.eval_size}: if the file "
+        "does not say which rows are held out, the others were trained on"
         for task in config.tasks
-        if trained.is_task(task.task) and file.is_file() and trained.eval_size is not None
-        if task.eval_size is None or task.eval_size > trained.eval_size
+        if trained.is_task(task.task) and file.is_file() and (task.eval_size or 0) > held_out
         if task.dataset_path is not None and Path(task.dataset_path).expanduser().resolve() == file
     ]
 

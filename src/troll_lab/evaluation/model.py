@@ -153,7 +153,7 @@ def _with_adapter(source: ModelSource, dtype: str) -> Any:
 
     AutoPeftModel would add random rows for all tokens of the tokenizer, and their logits would count.
     """
-    from peft import PeftModel, load_peft_weights
+    from peft import PeftModelForCausalLM, load_peft_weights
 
     base: Any = AutoModelForCausalLM.from_pretrained(source.base, dtype=dtype, **source.options)
     name = next(name for name, module in base.named_modules() if module is base.get_input_embeddings())
@@ -161,7 +161,7 @@ def _with_adapter(source: ModelSource, dtype: str) -> Any:
     for key, weight in load_peft_weights(source.path, device="cpu").items():
         if embedding.fullmatch(key) and len(weight) != len(base.get_input_embeddings().weight):
             base.resize_token_embeddings(len(weight))  # the adapter has the values of all rows
-    return PeftModel.from_pretrained(base, source.path)
+    return PeftModelForCausalLM.from_pretrained(base, source.path)  # even if its configuration names no task
 
 
 def fingerprint(content: Any) -> str:

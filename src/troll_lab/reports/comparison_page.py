@@ -35,8 +35,8 @@ from troll_lab.values import yaml_text
 _MOST_POINTS = 100  # points of a line: a page has many lines
 _MOST_NAMED = 3  # differences in a headline
 _BANDS = (
-    "Line: mean over seeds, of training metrics smoothed where it is long; band: smallest to largest seed, of means of "
-    f"neighbouring logs where there are more than {_MOST_POINTS}"
+    "Line: mean over seeds; long lines of training metrics are smoothed. Band: from the smallest to the largest seed; "
+    f"beyond {_MOST_POINTS} logs, of means of neighbours"
 )
 
 

@@ -184,7 +184,11 @@ def _checkpoint(output: Path, console: Console) -> Path | None:
         reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())
         say(console, f"deleting  the files of {output.name}: it has no complete checkpoint{reasons}")
         with locked(output, RUN_LOCK, holder="another troll train", error=RecipeError):
-            shutil.rmtree(output)
+            for path in output.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != RUN_LOCK:
+                    path.unlink()
     return checkpoint
 
 

@@ -64,6 +64,8 @@ class Policy:
     factor: float = 1.0
     entropy: float | None = None
     success: float | Callable[[], float] | None = None
+    #: Whether an update has a gradient; else Adam's momentum moves the policy.
+    moves: Callable[[int], bool] = lambda update: True
     #: The rates that were used, the same before the schedule, and the KLs without noise and floor.
     used: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Policy:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.updates, self.staleness = self.scale
+        self.momentum = 0.0
         self.control = KLTarget(
             self.target,
             updates_per_rollout=self.updates,
@@ -101,10 +104,12 @@ class Policy:
             kl = kl if self.most == math.inf else self.most * kl / (self.most + kl)
             self.kls.append(kl)
             success = self.success() if callable(self.success) else self.success
+            moves = self.moves(update)
+            self.momentum = 1.0 if moves else 0.9 * self.momentum
             rate = self.control.update(
-                self.measure(kl), age, schedule=schedule(update), entropy=self.entropy, success=success
+                self.measure(kl), age, schedule=schedule(update), moves=moves, entropy=self.entropy, success=success
             )
-            self.used.append(rate)
+            self.used.append(self.momentum * rate)
             self.rates.append(self.control.rate)
         return self
 
@@ -248,12 +253,20 @@ def test_policy_that_has_not_moved_says_nothing(still):
         assert control.rate == pytest.approx(RIGHT)
 
 
-def test_update_without_advantage_counts_after_one_with_advantage():
+def test_update_without_gradient_counts_for_momentum():
     control = KLTarget(TARGET, updates_per_rollout=4, learning_rate=1.0)
-    for age, moves in enumerate([False, True, False, False] + [False] * 4):
+    for age, moves in enumerate([False, True, False, False, True]):
         control.update(math.nan, age % 4, moves=moves)
-    rate = control.rate
-    assert control.state_dict()["walked"] == [0.0, rate, rate, rate] + [0.0] * 4
+    assert control.state_dict()["walked"] == pytest.approx([control.rate * part for part in (0, 1, 0.9, 0.81, 1)])
+
+
+@pytest.mark.parametrize("scale", [USUAL, (8, 8), (8, 32)])
+def test_rate_stays_where_updates_have_no_gradient(scale):
+    """For twelve rollouts, in the later of which the policy stands still."""
+    policy = Policy(scale=scale, moves=lambda update: update < 40 * 8).train(52)
+    assert min(policy.rates[40 * 8 :]) / RIGHT > 0.5 and max(policy.rates[40 * 8 :]) / RIGHT < 2
+    sparse = Policy(scale=scale, moves=lambda update: update % 8 == 3).train(52)
+    assert min(sparse.rates[40 * 8 :]) / RIGHT > 0.5 and max(sparse.rates[40 * 8 :]) / RIGHT < 2
 
 
 # The floor

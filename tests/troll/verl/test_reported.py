@@ -111,6 +111,9 @@ def test_kept_tokens_that_are_not_all_reported_are_refused() -> None:
     ids, log_probs = torch.tensor([[4, 50, 30]]), torch.tensor([[0.004, 0.6, 0.396]]).log()
     with pytest.raises(ValueError, match="at most top_k=2, got up to 3 tokens"):
         read(ids, log_probs, top_k=2, truncated=True)
+    log_probs = torch.tensor([[0.0, 0.6, 0.4]]).log()  # which the sampler could not draw
+    with pytest.raises(ValueError, match="at most top_k=2, got up to 3 tokens"):
+        read(ids, log_probs, top_k=2, truncated=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.troll.trl.tiny import adapted
@@ -124,8 +124,9 @@ def test_find_model_downloads_an_adapter_of_the_hub(
 def test_adapter_is_not_rounded_to_dtype_of_base(tmp_path: Path, base: Any) -> None:
     base.bfloat16().save_pretrained(tmp_path / "base")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    trained = save_adapter(stored, tmp_path)
+    trained = save_adapter(stored, tmp_path, task_type=None)
     loaded = load_model(find_model(str(tmp_path)), "auto").eval()
+    assert isinstance(loaded, PeftModelForCausalLM)  # whose `generate` takes the configuration that it is given
     assert stored.dtype == torch.bfloat16 and torch.equal(loaded(IDS).logits, trained(IDS).logits)
     assert {weight.dtype for name, weight in loaded.named_parameters() if "lora" in name} == {torch.float32}
 

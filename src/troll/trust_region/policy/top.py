@@ -148,7 +148,7 @@ def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) ->
 def slots_in_order(
     top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The slots of `policy_from_top`, from entries that are in the order of slots and not in that of their ids.
+    """The slots of `policy_from_top`, from entries of `top` in the order of slots, instead of that of their ids.
 
     Returns:
         Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
