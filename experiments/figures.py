@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -97,7 +98,7 @@ def start_data(found: third_analysis.Contest, former: Mapping[str, Method]) -> D
         means = former[key].means if key in former else {}
         lines[second.METHODS[key].name] = {
             "start": [rate for rate, _ in targeted],
-            "with": [_rounded(np.mean([run.success_after for run in runs])) for _, runs in targeted],
+            "with": [_rounded(fmean(run.success_after for run in runs)) for _, runs in targeted],
             "rate": list(means),
             "without": [_rounded(mean) for mean in means.values()],
         }
