@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 import troll
-from troll.settings import did_you_mean
 
 #: slime's options that this loss does not support, and the value that each must have.
 NEUTRAL: dict[str, Any] = {
@@ -70,9 +69,7 @@ class Settings:
         given = {x.removeprefix("troll_"): value for x, value in vars(args).items() if x.startswith("troll_")}
         known = [x.name for x in fields(cls)]
         if unknown := sorted(given.keys() - known):
-            raise ValueError(
-                f"TROLL in slime has no setting troll_{unknown[0]}{did_you_mean(unknown[0], known, 'troll_')}"
-            )
+            raise ValueError(f"TROLL in slime has no setting troll_{unknown[0]}; it has troll_{', troll_'.join(known)}")
         return cls(**given)
 
 
