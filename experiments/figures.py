@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from experiments import second, third_analysis
+from experiments import second, third, third_analysis
 from experiments.analysis import Method, Section
 from experiments.contest import rate_text
 from experiments.protocol import MARGIN, METHODS, REGIMES
@@ -185,10 +185,8 @@ def draw_starts(panels: Sequence[Data]) -> Figure:
     row[0].set_ylabel("held-out success after training")
     handles, names = row[0].get_legend_handles_labels()
     shown = dict(zip(reversed(names), reversed(handles), strict=True))
-    figure.legend(
-        [shown[name] for name in panels[0]["lines"]], list(panels[0]["lines"]), title="thick: with a KL target of 0.03",
-        ncols=len(panels[0]["lines"]), loc="outside upper center",
-    )  # fmt: skip
+    labels, title = list(panels[0]["lines"]), f"thick: with a KL target of {third.TARGET:g}"
+    figure.legend([shown[name] for name in labels], labels, title=title, ncols=len(labels), loc="outside upper center")
     return figure
 
 

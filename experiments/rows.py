@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from troll.files import json_text, read_json, write_atomically
 from troll_lab.cli import main as command
-from troll_lab.lock import locked
+from troll_lab.lock import empty
 from troll_lab.runs.build import LOCK
 from troll_lab.terminal import UsageError
 
@@ -45,8 +44,7 @@ def train_once(
     if any(row.items() >= run.items() for row in rows):
         return
     if folder.exists():  # a run that was interrupted
-        with locked(folder, LOCK, holder="another troll train", error=UsageError):
-            shutil.rmtree(folder)
+        empty(folder, LOCK, holder="another troll train", error=UsageError)
     if code := command(["train", *fields, "--output_dir", str(folder)]):
         sys.exit(code)
     summary = read_json(folder / "summary.json")

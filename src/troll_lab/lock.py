@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,13 @@ def locked(
         except OSError as cause:  # some network file systems have no locks
             raise error(f"output_dir {folder} cannot be locked: {cause.strerror}; {ANOTHER_FOLDER}") from cause
         yield file.fileno()
+
+
+def empty(folder: Path, lock: str, *, holder: str, error: type[Exception]) -> None:
+    """Deletes everything in a folder except its lock, which it holds; arguments as in `locked`."""
+    with locked(folder, lock, holder=holder, error=error):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != lock:
+                path.unlink()

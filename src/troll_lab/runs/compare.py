@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll_lab.lock import locked
+from troll_lab.lock import empty, locked
 from troll_lab.recipes import RecipeError
 from troll_lab.runs.build import LOCK as RUN_LOCK
 from troll_lab.runs.build import check_same_run, model_path
@@ -183,12 +182,7 @@ def _checkpoint(output: Path, console: Console) -> Path | None:
     if checkpoint is None and output.exists():
         reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())
         say(console, f"deleting  the files of {output.name}: it has no complete checkpoint{reasons}")
-        with locked(output, RUN_LOCK, holder="another troll train", error=RecipeError):
-            for path in output.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != RUN_LOCK:
-                    path.unlink()
+        empty(output, RUN_LOCK, holder="another troll train", error=RecipeError)
     return checkpoint
 
 
