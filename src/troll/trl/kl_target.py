@@ -176,7 +176,7 @@ class KLTargetRate:
         def multiplied(step: int) -> float:
             return schedule(step) * (self.rate / self._base)
 
-        vars(multiplied)["schedule"] = schedule
+        vars(multiplied)["schedule"] = schedule  # kept so that a second training does not multiply twice
         return multiplied
 
     def _warn(self, message: str) -> None:

@@ -21,6 +21,14 @@ the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old
 23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
 keeps its shape.
 
+Four guards limit the rate where a measurement can mislead, and each gives one warning:
+
+    floor      what is measured at age 0 is more than half of what is wanted: the update says nothing
+    fallen     entropy or success is below half of its recent mean: the rate is not raised, for a policy that has
+               collapsed measures a small KL
+    reached    the KL once was the wanted one: the rate stays below ten times the rate of that moment
+    held       two doublings of the rate have not raised the KL: the rate goes back, until the KL changes
+
 The KL is the divergence from the policy that sampled, not from a reference model.
 """
 
@@ -35,9 +43,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 #: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
 #: The search begins at this part of `learning_rate`, and stays within this factor of it.
@@ -50,8 +55,11 @@ REACHED_GROWTH = 10.0
 #: The fewest measurements to average. Where a rollout has two updates, only one of them is a measurement.
 FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
-#: rise. It is judged while the KL is between two parts of the wanted one: smaller KLs may be rounding.
-LEAST_RISE, JUDGED = 0.25, (1 / 1000, 3 / 4)
+#: rise.
+LEAST_RISE = 0.25
+#: It is judged while the KL is above so many nats, since bfloat16 shows up to 6e-4 after any step, however short, and
+#: none before it; and below this part of the wanted one.
+ROUNDING, JUDGED = 2e-3, 3 / 4
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
 #: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.
@@ -99,8 +107,8 @@ class _State:
     #: (log a, log D, log KL) of the last measurements, those of a rollout.
     measured: list[list[float]] = field(default_factory=list)
     #: The number of measurements since the last that was only a bound, or of a rollout younger than usual.
-    clear: int = 0
-    #: The last KLs at age 0.
+    comparable: int = 0
+    #: The last KLs at age 0, where both policies are the same.
     floor: list[float] = field(default_factory=list)
     #: Of entropy and of success: the mean over few updates, the mean over many, and the number of updates.
     levels: dict[str, list[float]] = field(default_factory=dict)
@@ -108,12 +116,10 @@ class _State:
     fallen: float | None = None
     #: The rate that first reached the wanted KL.
     reached: float | None = None
-    #: `log_walk`, log D, and `log_kl`, means over a rollout, and its `rate`: those of a walk twice as long are compared
-    #: with them.
-    compared: dict[str, float] | None = None
-    #: Those before them, if a walk twice as long has not raised the KL.
-    not_raised: dict[str, float] | None = None
-    #: Those that no longer walk raised: their rate is the limit.
+    #: Of a rollout: `log_walk` and `log_kl`, the means of log D and log KL, and its `rate`. The last is compared with
+    #: that of a walk twice as long; the one before it, if there is one, has half its walk, and its KL was no lower.
+    doubled: list[dict[str, float]] = field(default_factory=list)
+    #: Those after the walk that two doublings have not raised the KL above: its rate is the limit.
     held: dict[str, float] | None = None
     #: The names of the warnings that were given.
     warned: list[str] = field(default_factory=list)
@@ -182,11 +188,12 @@ class KLTarget:
             )
         #: A, the age of a rollout's last update.
         self.last_age = updates_per_rollout - 1 + self._staleness
-        # The measurements of a rollout; at age 0 there is none. And the updates that give them.
+        # The measurements of a rollout; at age 0 there is none.
         self._window = max(updates_per_rollout - (self._staleness == 0), FEWEST)
-        self._updates = max(updates_per_rollout, 2 * FEWEST)
         # The updates over which success is a mean: all of a rollout may be told the same number, which is noisy.
-        self._judged = max(2 * updates_per_rollout, 2 * FEWEST)
+        self._success_window = 2 * max(updates_per_rollout, FEWEST)
+        # The updates over which the recent mean of entropy and success is one.
+        self._recent_window = RECENT_ROLLOUTS * max(updates_per_rollout, 2 * FEWEST)
 
     @property
     def rate(self) -> float:
@@ -235,7 +242,7 @@ class KLTarget:
         state = self._state
         kl, age = float(kl), float(age)  # A tensor must not get into the state.
         # One batch tells the entropy, and not the success.
-        levels = (("entropy", entropy, 1), ("success", success, self._judged))
+        levels = (("entropy", entropy, 1), ("success", success, self._success_window))
         fallen = [name for name, value, window in levels if self._has_fallen(name, value, window)]
         if not fallen:
             state.fallen = None
@@ -281,7 +288,7 @@ class KLTarget:
         state, wanted = self._state, self.wanted(age)
         floor = median(state.floor) if state.floor else 0.0
         if floor > wanted / 2:
-            if age >= self.last_age:
+            if age >= self.last_age and (floor > wanted or len(state.floor) >= FEWEST):
                 self._tell(
                     "floor",
                     f"a KL target of {self.kl:g} cannot be followed: before the policy has moved, {floor:.2g} nats are "
@@ -296,7 +303,7 @@ class KLTarget:
         log_rate, bound = self._log_rate([measured]), excess <= least
         if bound and state.measured and log_rate <= self._log_rate(state.measured):
             return
-        if state.fallen is not None and log_rate > math.log(state.fallen):
+        if state.fallen is not None and log_rate > math.log(2 * state.fallen):
             self._tell(
                 "fallen",
                 f"the {' and the '.join(fallen)} fell below half of the recent mean. Until it recovers, the learning "
@@ -306,10 +313,10 @@ class KLTarget:
         # During the search, an older bound is only looser.
         older = [] if bound and state.reached is None else state.measured
         state.measured = [*older, measured][-self._window :]
-        state.clear = 0 if bound or age < self._staleness else state.clear + 1
+        state.comparable = 0 if bound or age < self._staleness else state.comparable + 1
         self._hold_if_saturated()
         self._move_rate(BOUND_GROWTH if bound else GROWTH)
-        if state.reached is None and excess >= wanted and age >= max(self._staleness, self.last_age / 2):
+        if state.reached is None and state.comparable >= self._window and self._log_part() >= 0:
             state.reached = state.rate
 
     def _log_rate(self, measured: Sequence[Sequence[float]]) -> float:
@@ -317,39 +324,40 @@ class KLTarget:
         _, log_walk, log_kl = map(mean, zip(*measured, strict=True))
         return log_walk + (math.log(self.wanted(self.last_age)) - log_kl) / EXPONENT - math.log(self.last_age)
 
+    def _log_part(self) -> float:
+        """The logarithm of the measured KL as a part of the wanted one, the mean over the last measurements."""
+        log_age, _, log_kl = map(mean, zip(*self._state.measured, strict=True))
+        return log_kl - math.log(self.wanted(math.exp(log_age)))
+
     def _hold_if_saturated(self) -> None:
         """Limits the rate if a walk has been doubled twice and the KL has not risen.
 
         The limit ends where the KL becomes the wanted one, or halves.
         """
-        state = self._state
-        log_age, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
-        log_part = log_kl - math.log(self.wanted(math.exp(log_age)))
+        state, log_part = self._state, self._log_part()
+        _, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
         if state.held is not None and (log_part >= 0 or log_kl < state.held["log_kl"] - math.log(2)):
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
-        if state.clear < self._window or not math.log(JUDGED[0]) < log_part < math.log(JUDGED[1]):
-            state.compared = state.not_raised = None
+        if state.comparable < self._window or log_kl < math.log(ROUNDING) or log_part > math.log(JUDGED):
+            state.doubled = []
             return
-        if state.compared is not None:
-            longer, larger = log_walk - state.compared["log_walk"], log_kl - state.compared["log_kl"]
+        if state.doubled:
+            longer, larger = log_walk - state.doubled[-1]["log_walk"], log_kl - state.doubled[-1]["log_kl"]
             if 0 <= longer < math.log(2):
                 return
             if longer < 0 or larger >= LEAST_RISE * EXPONENT * longer:
-                state.not_raised = None
-            elif state.not_raised is None:  # may be noise, or Adam: its first updates all go one way, and far
-                state.not_raised = state.compared
-            else:
-                held, state.not_raised = state.not_raised, None
-                state.held = held
+                state.doubled = []
+            elif len(state.doubled) == 2:  # one may be noise, or Adam: its first updates all go one way, and far
+                state.held, state.doubled = state.doubled[0], state.doubled[1:]
                 self._tell(
                     "held",
                     f"a KL target of {self.kl:g} is out of reach: the KL is {math.exp(log_part):.0%} of the wanted, "
-                    f"and {math.exp(log_walk - held['log_walk']):.2g} times the learning rate did not raise it. The "
-                    f"rate is held at {held['rate']:.2g}; lower the target",
+                    f"and {math.exp(log_walk - state.held['log_walk']):.2g} times the learning rate did not raise it. "
+                    f"The rate is held at {state.held['rate']:.2g}; lower the target",
                 )
                 return
-        state.compared = {"log_walk": log_walk, "log_kl": log_kl, "rate": state.rate}
+        state.doubled = [*state.doubled, {"log_walk": log_walk, "log_kl": log_kl, "rate": state.rate}]
 
     def _move_rate(self, growth: float) -> None:
         """Moves the rate to the measured one, or towards it by a factor of at most `growth`, if that is not far."""
@@ -359,8 +367,8 @@ class KLTarget:
         growth = max(growth, far_growth(rate / state.rate))
         held = math.inf if state.held is None else state.held["rate"]
         rate = min(rate, growth * state.rate, held, math.inf if state.fallen is None else state.fallen)
-        if state.not_raised is not None and state.compared is not None:  # a second doubling will decide
-            rate = min(rate, DOUBTED_GROWTH * state.compared["rate"])
+        if len(state.doubled) == 2:  # a second doubling will decide
+            rate = min(rate, DOUBTED_GROWTH * state.doubled[1]["rate"])
         if state.reached is not None and rate > REACHED_GROWTH * state.reached:
             rate = REACHED_GROWTH * state.reached
             self._tell(
@@ -385,7 +393,7 @@ class KLTarget:
             value, count = float(value), count + 1
             part = 1 / min(count, window)
             now = (1 - part) * now + part * value
-            part = 1 / min(count, RECENT_ROLLOUTS * self._updates)
+            part = 1 / min(count, self._recent_window)
             if now < recent / 2 > 0:
                 part /= 10  # What is recent changes slowly here, or a collapse would soon be usual.
             recent = (1 - part) * recent + part * value
@@ -397,15 +405,3 @@ class KLTarget:
         if name not in self._state.warned:
             self._state.warned.append(name)
             self._warn(message)
-
-
-def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
-    """Sets the learning rate of each parameter group, in place where it is a tensor.
-
-    Compiled, captured and torchao's optimisers have tensors, which a number would not replace.
-    """
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate

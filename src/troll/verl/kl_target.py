@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from troll.trust_region.metrics import Tally, masked_total
-from troll.trust_region.rate import KLTarget, set_rates
+from troll.trust_region.optimizer import set_rates
+from troll.trust_region.rate import KLTarget
 from troll.trust_region.step import TrustRegionStep
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -33,7 +34,7 @@ def sums_of(step: TrustRegionStep, mask: Tensor, numbers: Tensor, data: TensorDi
         mask: True where a token counts, (n,).
         numbers: Their numbers among the tokens of all responses, (n,).
         data: The micro-batch.
-        rounding: The largest advantage that rounding can make of equal rewards, as a part of them.
+        rounding: The largest advantage that rounding can make of equal rewards, relative to the rewards.
 
     Returns:
         The means `entropy` over tokens and `reward` over sequences, `least_reward`, and `teaching`, the number of
@@ -41,7 +42,7 @@ def sums_of(step: TrustRegionStep, mask: Tensor, numbers: Tensor, data: TensorDi
     """
     assert step.entropy is not None
     totals = {"entropy": masked_total(step.entropy, mask & step.entropy.isfinite())}
-    minima, least, advantages = {}, torch.zeros_like(step.entropy), data["advantages"].values()[numbers]
+    minima, rounding_error, advantages = {}, torch.zeros_like(step.entropy), data["advantages"].values()[numbers]
     if "rm_scores" in data:
         rewards = _sums_over_tokens(data["rm_scores"]).to(step.entropy)
         # verl fills batches up with sequences in which no token counts.
@@ -50,9 +51,9 @@ def sums_of(step: TrustRegionStep, mask: Tensor, numbers: Tensor, data: TensorDi
         lengths = data["response_mask"].offsets().diff()
         of_tokens = rewards.repeat_interleave(lengths, output_size=len(data["response_mask"].values()))
         # Advantages do not grow with an offset of the rewards.
-        least = (rounding * of_tokens[numbers].abs()).clamp(max=rounding)
+        rounding_error = (rounding * of_tokens[numbers].abs()).clamp(max=rounding)
         minima["least_reward"] = torch.where(counted, rewards, torch.inf).min()
-    teaching = (mask & (advantages.abs() > least)).sum()
+    teaching = (mask & (advantages.abs() > rounding_error)).sum()
     return Tally(totals, minima=minima, counts={"teaching": teaching.to(step.entropy)})
 
 
@@ -96,8 +97,8 @@ class KLTargetScheduler:
             learning_rate=self.peak,
             warn=logger.warning if warns else lambda message: None,
         )
-        # The batches of the current rollout that are done, and the updates on it. Checkpoints lie between rollouts.
-        self._batches = self._age = 0
+        # How many of them were made on the current rollout. Checkpoints lie between rollouts.
+        self._batches_on_rollout = self._updates_on_rollout = 0
         self._used = self._write()
 
     @property
@@ -123,7 +124,7 @@ class KLTargetScheduler:
         Returns:
             The metrics of the update: the KL that is wanted, and the rate before the schedule.
         """
-        age = self._age
+        age = self._updates_on_rollout
         if age > self._target.last_age:  # more updates than the last rollout had
             self._target.expect(age + 1)
         self._target.update(
@@ -135,7 +136,7 @@ class KLTargetScheduler:
             # The half of a mean says nothing where rewards may be negative.
             success=means["reward"] if means.get("least_reward", -1.0) >= 0 else None,
         )
-        self._age += 1
+        self._updates_on_rollout += 1
         self._used = self._write()
         return {"kl_target/wanted": self._target.wanted(age), "kl_target/rate": self._target.rate}
 
@@ -147,12 +148,12 @@ class KLTargetScheduler:
         """Makes the schedule's next step, as verl calls it after all updates on a batch."""
         self.scheduler.step(*increment)
         self._write()  # for the next update; `get_last_lr` stays that of the last one
-        self._batches = (self._batches + 1) % self._batches_per_rollout
-        if self._batches == 0:
+        self._batches_on_rollout = (self._batches_on_rollout + 1) % self._batches_per_rollout
+        if self._batches_on_rollout == 0:
             # An agent loop may make several rows of a sample, and so more updates than the configuration says.
-            if self._age > 1:
-                self._target.expect(self._age)
-            self._age = 0
+            if self._updates_on_rollout > 1:
+                self._target.expect(self._updates_on_rollout)
+            self._updates_on_rollout = 0
 
     def get_last_lr(self) -> list[float]:
         """The rates that the last update used, of each parameter group; verl logs them after `step`."""

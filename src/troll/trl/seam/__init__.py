@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from trl.trainer import utils
 
 from troll.trl.seam.needed import MODEL_INPUTS, differences, refuse
-from troll.trust_region.rate import set_rates
+from troll.trust_region.optimizer import set_rates
 
 refuse(differences())
 
@@ -170,8 +170,11 @@ def write_rates(scheduler: LambdaLR) -> None:
 
 
 def forget_rollout(trainer: Any) -> None:
-    """Makes TRL generate a rollout in its next pass, by the current weights, instead of continuing with an old one."""
+    """Makes TRL begin with a rollout by the current weights, and without what an interrupted training has measured."""
     trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 0, None, -1
+    trainer._current_train_step_time, trainer._entropy_window_stats = 0.0, None
+    for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+        left.clear()
 
 
 def skip_epochs(loader: Any, epochs: int) -> None:
@@ -202,26 +205,24 @@ def score_processors(model: Any, config: GenerationConfig) -> set[str]:
     return {type(each).__name__ for each in processors} | ({str(mode.value)} - {GenerationMode.SAMPLE.value})
 
 
-def engine_settings(generation: Any) -> dict[str, Any]:
-    """`logprobs_mode` and `max_logprobs` of the vLLM engine behind a `VLLMGeneration`, on every process."""
-    names = ("logprobs_mode", "max_logprobs")
+def logprobs_mode(generation: Any) -> str:
+    """`logprobs_mode` of the vLLM engine behind a `VLLMGeneration`, on every process."""
     if generation.mode == "colocate":
-        config = generation.llm.llm_engine.model_config
-        return {name: getattr(config, name) for name in names}
-    answers: list[Any] = [None]
+        return str(generation.llm.llm_engine.model_config.logprobs_mode)
+    answers: list[Any] = [None, None]  # the mode, and why there is none
     if generation.accelerator.is_main_process:  # the only one with a client; the others wait for its answer
         try:
-            config = generation.vllm_client.get_server_info()["model_config"]
-            answers = [{name: config[name] for name in names}]
+            answers[0] = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         except Exception as error:
-            answers = [f"{type(error).__name__}: {error}"]
+            answers[1] = f"{type(error).__name__}: {error}"
     broadcast_object_list(answers, from_process=0)
-    if not isinstance(answers[0], dict):
+    mode, failure = answers
+    if failure is not None:
         raise ValueError(
-            'anchor="rollout" needs a vLLM server that reports logprobs_mode and max_logprobs '
-            f"(VLLM_SERVER_DEV_MODE=1), and asking for them failed: {answers[0]}"
+            'anchor="rollout" needs a vLLM server that reports its logprobs_mode (VLLM_SERVER_DEV_MODE=1), and asking '
+            f"for it failed: {failure}"
         )
-    return answers[0]
+    return str(mode)
 
 
 def engine_vocabulary(generation: Any) -> int | None:

@@ -86,7 +86,8 @@ RELIED_ON = (
         "__init__",
         "what the trainer keeps",
         "model reward_funcs args",
-        "_metrics _logs reward_func_names reward_weights rollout_func generation_config",
+        "_metrics _logs reward_func_names reward_weights rollout_func generation_config _current_train_step_time "
+        "_entropy_window_stats _pending_metrics _pending_extra_logs",
     ),
     method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
     method(GRPOTrainer, "_get_train_sampler", "whether the data fills a rollout", uses="generation_batch_size"),
