@@ -26,30 +26,29 @@ EXPONENT, SPREAD = 11.0, 0.6
 BINS = (1, 2, 4, 8, 16, 32, 63, 64)
 
 
-def rollout(device: str) -> troll.SparsePolicy:
-    """The old policy of a rollout, padded, (SEQUENCES, LENGTH)."""
+def rollout(device: str) -> troll.PackedPolicy:
+    """The old policy of a rollout, (SEQUENCES, LENGTH)."""
     torch.manual_seed(0)
     log_rank = torch.arange(1, VOCABULARY + 1, device=device).float().log()
     different = CAPTURED[measure.shapes(device)]
-    return troll.SparsePolicy.cat([_capture(log_rank) for _ in range(different)] * (SEQUENCES // different))
+    return troll.PackedPolicy.cat([_capture(log_rank) for _ in range(different)] * (SEQUENCES // different))
 
 
-def _capture(log_rank: Tensor) -> troll.SparsePolicy:
+def _capture(log_rank: Tensor) -> troll.PackedPolicy:
     """One sequence, (1, LENGTH): its tokens are sampled from its policy, as in a rollout."""
     exponents = EXPONENT * (SPREAD * torch.randn(LENGTH, 1, device=log_rank.device)).exp()
     logits = -exponents * log_rank[torch.randperm(VOCABULARY, device=log_rank.device)]
     token_ids = torch.multinomial(torch.softmax(logits, -1), 1).squeeze(-1)
-    return troll.capture(logits, token_ids)[None]
+    return troll.PackedPolicy.of(troll.capture(logits, token_ids)[None])
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Prints kept tokens and bytes per token."""
-    padded = rollout(device)
-    packed = troll.PackedPolicy.of(padded)
+    packed = rollout(device)
     Console().print(
         f"packed: {SEQUENCES} sequences of {LENGTH} tokens, V = {VOCABULARY}, Zipf exponents of median {EXPONENT}"
     )
-    return [*_kept(packed.counts), *_bytes(padded, packed)]
+    return [*_kept(packed.counts), *_bytes(packed.unpack(), packed)]
 
 
 def _kept(counts: Tensor) -> list[dict[str, Any]]:

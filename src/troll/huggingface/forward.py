@@ -247,13 +247,14 @@ def _check_against_logits(
 ) -> bool:
     """Compares the head's logits with those that the model itself computes from a backbone's outputs.
 
-    Processes exchange nothing here. Whether the logits differ depends on the model and not on its data, so the error
-    is raised on all processes or on none, and none is left waiting.
+    Processes exchange nothing here except for the shards of a head. Whether the logits differ depends on the model and
+    not on its data, so the error is raised on all processes or on none, and none is left waiting.
 
     Returns:
         False if the comparison has to be repeated later: a model that bypasses its backbone cannot be compared while it
-        has dropout, since no two passes agree. True if it was made, or never can be: some hosts replace the forward of
-        the model's class by one without logits, as verl's fused kernels do.
+        has dropout, since no two passes agree; nor can logits with NaN, if there is one process. True if it was made,
+        or never can be: some hosts replace the forward of the model's class by one without logits, as verl's fused
+        kernels do.
 
     Raises:
         RuntimeError: If they differ: the model changes its logits in a way that is not in its configuration.
@@ -285,7 +286,8 @@ def _check_against_logits(
         own = read.transform(product.to(torch.promote_types(product.dtype, torch.float32)))
     logits = logits.to(own)
     if bool(logits.isnan().any() | (logits == torch.inf).any()):
-        return False
+        # Repeated by this process only, it would gather a sharded head while the others, which have compared, do not.
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
     finite = logits.isfinite()
     difference = (own - logits).masked_fill(~finite, 0).abs().max()
     # The product of half precision is rounded once; that of float32 is a sum of roundings.

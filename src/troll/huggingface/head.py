@@ -72,6 +72,8 @@ def refuse_head(head: Any) -> None:
         raise ValueError(f"the model's output embeddings must be a linear layer with a weight, got {name}")
     if weight.is_meta:
         raise ValueError("the LM head is offloaded: keep it on a device, with another device_map or max_memory")
+    if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
+        raise ValueError("FSDP2 has offloaded the LM head's shards to host memory: switch that off")
     if not weight.is_floating_point() or type(weight) not in (nn.Parameter, Tensor, DTensor):
         kind = f"{weight.dtype} in {type(weight).__name__}"
         raise ValueError(f"the LM head is quantised ({kind}): leave it out, as with llm_int8_skip_modules=['lm_head']")

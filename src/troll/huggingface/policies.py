@@ -17,8 +17,7 @@ from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.projection import broadcast_bound
-from troll.trust_region.reading.capture import capture as capture_of_source
-from troll.trust_region.reading.capture import capture_kept
+from troll.trust_region.reading.capture import captured
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.read import read
 from troll.trust_region.step import Pull, TrustRegionStep
@@ -223,10 +222,8 @@ def capture_tokens(
     """
 
     def read_own(head: LMHead, token_ids: Tensor) -> dict[str, Tensor]:
-        if truncation is None:
-            return _tensors(capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold))
-        policy, added = capture_kept(head, token_ids, top_k, truncation)
-        return {**_tensors(policy), "added": added}
+        found = captured(head, token_ids, top_k=top_k, mass_threshold=mass_threshold, truncation=truncation)
+        return _tensors(found.policy) | ({} if found.added is None else {"added": found.added})
 
     at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device
     request = ReadingRequest(targets[at], at, targets.shape[1] + 1, read_own, temperature, head_in_float32)

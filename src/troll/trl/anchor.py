@@ -15,8 +15,8 @@ from torch import Tensor
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
 from troll.trl.micro_batch import OLD_POLICY, OldPolicy
-from troll.trl.sampling import KEEPS_ALL
-from troll.trl.seam import Scores, add_metrics, allow_log_probs, engine_settings, loss_mask, restricted
+from troll.trl.sampling import NO_TRUNCATION
+from troll.trl.seam import Scores, add_metrics, allow_log_probs, logprobs_mode, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.top import capture_top
 
@@ -165,6 +165,7 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprob
         prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
         got = {
             len(entries)
+            # `[[[]]]` counts as 0 entries.
             for completion in ([[[]]] if log_probs is None else log_probs)
             for entries in completion
             if entries is not None
@@ -184,7 +185,7 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprob
 def reporting_rollout_func(
     rollout_func: Callable[..., dict[str, Any]], reports: EngineTopLogprobs
 ) -> Callable[..., dict[str, Any]]:
-    """Wraps a TRL rollout function that also returns the top log-probs: its `logprobs` become rows.
+    """Wraps a TRL rollout function that returns top log-probs: its `logprobs` become rows (see EngineTopLogprobs).
 
     The function returns `top_logprobs` and `top_logprob_token_ids`, which the reward functions do not get, and need not
     return `logprobs`. If it passes on the `logprobs` of `trainer.vllm_generation.generate`, which are rows of a table
@@ -230,7 +231,7 @@ class RolloutAnchor(OldPolicy):
             reads = args.reads_policies or args.diagnostics_steps
             number = min(args.support_top_k, self._vocab_size) if reads else 0
             allow_log_probs(trainer.vllm_generation, number)
-            check_engine(engine_settings(trainer.vllm_generation), number)
+            check_engine(logprobs_mode(trainer.vllm_generation))
             report_top_log_probs(trainer.vllm_generation, number, self.reports)
         if trainer.rollout_func is not None:
             trainer.rollout_func = reporting_rollout_func(trainer.rollout_func, self.reports)
@@ -242,9 +243,10 @@ class RolloutAnchor(OldPolicy):
         self.reports.clear()
 
     def score(self, score: Any, model: Any, ids: Tensor, mask: Tensor, length: int, *rest: Any, **named: Any) -> Scores:
-        """Overrides the parent: no pass, since the engine has scored the completions; `added_to` has its scores."""
+        """Overrides the parent: no pass, since the engine has scored the completions."""
         self.expects_scoring = False
-        return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)
+        placeholder = ids.new_zeros((len(ids), length), dtype=torch.float32)  # `added_to` replaces it
+        return Scores(placeholder, None, None)
 
     def read(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """Overrides the parent: replaces the tokens' rows in a rollout by their log-probs."""
@@ -300,7 +302,7 @@ def check_sampling(args: TrollConfig) -> None:
     They are those of the distribution from which it samples, so the trust region would be around a truncated one, which
     is supported on a kept set only: see `truncated_ratio`.
     """
-    for name, neutral in KEEPS_ALL.items():
+    for name, neutral in NO_TRUNCATION.items():
         value = getattr(args, name)
         if args.truncation is None and value not in (*neutral, None):
             raise ValueError(
@@ -309,21 +311,16 @@ def check_sampling(args: TrollConfig) -> None:
             )
 
 
-def check_engine(settings: dict[str, Any], number: int) -> None:
-    """Raises ValueError unless an engine returns enough log-probs, of the distribution that it samples from.
+def check_engine(mode: str) -> None:
+    """Raises ValueError unless an engine's log-probs are those of the distribution that it samples from.
+
+    vLLM itself refuses a request for more log-probs than its `max_logprobs`.
 
     Args:
-        settings: The engine's, from `engine_settings`.
-        number: N, the log-probs needed of each token.
+        mode: The engine's `logprobs_mode`.
     """
-    if settings["logprobs_mode"] != "processed_logprobs":
+    if mode != "processed_logprobs":
         raise ValueError(
-            'anchor="rollout" needs log-probabilities at the sampling temperature, and the engine returns '
-            f"{settings['logprobs_mode']}: start the vLLM server with --logprobs-mode processed_logprobs"
-        )
-    cap = settings["max_logprobs"]
-    if cap != -1 and cap < number:
-        raise ValueError(
-            f'anchor="rollout" needs {number} log-probabilities a token, and the engine has at most {cap}: start the '
-            f"vLLM server with --max-logprobs -1, or set support_top_k={cap}"
+            f'anchor="rollout" needs log-probabilities at the sampling temperature, and the engine returns {mode}: '
+            "start the vLLM server with --logprobs-mode processed_logprobs"
         )

@@ -74,9 +74,9 @@ def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused:
         raise ValueError(f"{name} must be in {takes}, got {token_ids[outside][0].item()}")
 
 
-def check_distinct(name: str, token_ids: Tensor) -> None:
+def check_distinct(name: str, token_ids: Tensor, *, are_sorted: bool = False) -> None:
     """Raises ValueError if a row (..., K) has an id twice; −1, of an unused slot, may occur again."""
-    ordered = token_ids.long().sort(-1).values
+    ordered = token_ids if are_sorted else token_ids.long().sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(twice.any()):
         raise ValueError(f"{name} must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")

@@ -175,9 +175,9 @@ def dual_report(
 
     Returns:
         Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the share of roots at which a bisection
-        replaced a Newton step; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (`d log KL/d log τ = τ²σ²/KL`),
-        each with `_min` and `_p50` (of each call, averaged over calls); and `constraint_error_max`, the largest
-        `|KL(q ‖ p)/ε − 1|`.
+        replaced a Newton step; `conditioning_min` and `_p50` (of each call, averaged over calls) of
+        `d log KL/d log τ = τ²σ²/KL`, where σ² is the variance of log p̃ − log p under q; and `constraint_error_max`, the
+        largest `|KL(q ‖ p)/ε − 1|`.
 
     Raises:
         ValueError: If the positions are not those of the mask, or ε ≤ 0.
@@ -198,15 +198,12 @@ def dual_report(
     at_root.at(root.tau)  # the second time, s is centred where rounding is least
     kl, variance = at_root.at(root.tau)
     evaluations = as_float(root.evaluations)
-    curvature = root.tau.square() * variance
-    parts = {"variance": variance, "curvature": curvature, "conditioning": curvature / kl}
+    conditioning = root.tau.square() * variance / kl
     totals = {"solver_evaluations": _total(evaluations), "bisected_fraction": _total((root.bisections > 0).to(kl))}
-    for name, values in parts.items():
-        totals |= _quantiles(name, values, (50,))
     return Tally(
-        totals,
+        totals | _quantiles("conditioning", conditioning, (50,)),
         {"solver_evaluations_max": _largest(evaluations), "constraint_error_max": _largest((kl / bound - 1).abs())},
-        {f"{name}_min": -_largest(-values) for name, values in parts.items()},
+        {"conditioning_min": -_largest(-conditioning)},
     )
 
 

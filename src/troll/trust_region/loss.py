@@ -44,8 +44,9 @@ def troll_loss(
         aggregation: "sequence_mean", the mean over a sequence's tokens, then over sequences (GRPO); "token_mean", over
             all tokens (DAPO); "fixed_length", the sum divided by `B · max_length` (Dr.GRPO).
         max_length: Tokens per sequence to divide by, for "fixed_length" only.
-        num_tokens: Tokens to divide by, for "token_mean" only, if a batch is spread over micro-batches or processes;
-            None for the tokens of the mask.
+        num_tokens: Tokens to divide by, for "token_mean" only, if a batch is spread over micro-batches or processes:
+            those of the whole batch, divided by the number of processes where gradients are averaged over these, as by
+            DDP and FSDP. None for the tokens of the mask.
 
     Returns:
         The loss, a scalar, and metrics of the trust region by name, 0-d tensors; without a host sync. Where there was

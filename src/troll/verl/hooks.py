@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from troll import Constraint, Logits, capture, trust_region_step
 from troll.trust_region.metrics import Tally, masked_total, step_tally, support_tally
-from troll.trust_region.reading.capture import capture_with_entropy
+from troll.trust_region.reading.capture import captured
 from troll.trust_region.reading.logits import is_whole
 from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import LogitsSource
@@ -127,13 +127,15 @@ class Capture(Hook):
     def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p, and the entropy."""
         settings = self.settings
-        policy, entropy = capture_with_entropy(
+        policy, entropy, _ = captured(
             source,
             self.sampled,
             top_k=settings.top_k,
             mass_threshold=settings.mass_threshold,
             truncation=settings.truncation,
+            entropy=True,
         )
+        assert entropy is not None
         # Of a truncated policy, each process has as many slots as the largest kept set of its own tokens needs.
         slots = self.tokens.largest(policy.top_k) if policy.truncated else policy.top_k
         self.captured.keep(policy.widened(slots).each(self.tokens.whole), data)

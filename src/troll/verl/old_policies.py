@@ -41,7 +41,10 @@ class ResponseTokens:
 
     @classmethod
     def of(cls, places: Tensor, total: int, group: ProcessGroup | None = None) -> ResponseTokens:
-        """Finds the tokens from this process's part of `response_places`, flattened; waits for the device once."""
+        """Finds the tokens from this process's part of `response_places`, flattened; waits for the device once.
+
+        The places number the response tokens from 1, and are 0 where none is predicted.
+        """
         (rows,) = places.nonzero(as_tuple=True)
         return cls(rows, places[rows] - 1, total, group)
 
@@ -175,7 +178,7 @@ def reported_policies(data: TensorDict, vocab_size: int, *, truncated: bool = Fa
             "they are not of the same rollout"
         )
     policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size), truncated=truncated)
-    return _certain_of(policy, responses, ~known & ~data["response_mask"].values().bool())
+    return _with_certain_tokens(policy, responses, ~known & ~data["response_mask"].values().bool())
 
 
 def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
@@ -215,7 +218,7 @@ def _records(data: TensorDict) -> list[Tensor]:
     ]
 
 
-def _certain_of(policy: PackedPolicy, token_ids: Tensor, which: Tensor) -> PackedPolicy:
+def _with_certain_tokens(policy: PackedPolicy, token_ids: Tensor, which: Tensor) -> PackedPolicy:
     """Gives the token at some positions (N,) without slots probability 1."""
     counts = policy.counts + which.int()
     position = torch.arange(len(counts), device=counts.device)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from troll import PackedPolicy
 from troll.trust_region.checks import shared
-from troll.trust_region.policy.sparse import common_temperature
 
 #: The words of a record that come before its counts.
 HEADER = 10
@@ -93,40 +92,44 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     shared("records", "device", [record.device for record in records])
 
     headers = torch.stack([record[:HEADER] for record in records]).tolist()
-    parts = []
-    for index, (record, (layout, positions, slots, *_)) in enumerate(zip(records, headers, strict=True)):
-        if layout != _FORMAT:
-            raise ValueError(
-                f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is "
-                "not a record of old policies, or is of another version"
-            )
-        words = HEADER + 3 * positions + 2 * slots
-        if record.numel() != words:
-            raise ValueError(
-                f"record {index} must have {words} words for its {positions} positions and {slots} slots, got "
-                f"{record.numel()}: it was damaged on its way"
-            )
-        parts.append(record.split([HEADER, *[positions] * 3, *[slots] * 2]))
-    _, counts, tail_log_prob, slot, token_ids, log_probs = map(torch.cat, zip(*parts, strict=True))
+    # Only tokens without a policy have no vocabulary.
+    like = next((header for header in headers if header[4]), headers[0])
+    parts = enumerate(zip(records, headers, strict=True))
+    return PackedPolicy.cat([_policy(index, record, header, like) for index, (record, header) in parts])
 
-    captures = [header for header in headers if header[4]] or headers  # without those of `without_policies`
-    mass_threshold = shared("records", "mass_threshold", [_double(header[5:7]) for header in captures])
-    temperatures = [_double(header[8:10]) for header in captures]
-    temperature = common_temperature("records", [None if math.isnan(x) else x for x in temperatures])
-    vocab_size = shared("records", "vocab_size", [header[4] for header in captures])
-    truncated = bool(shared("records", "truncated", [header[7] for header in captures]))
-    kept = [header[3] for header in captures]
+
+def _policy(index: int, record: Tensor, header: Sequence[int], like: Sequence[int]) -> PackedPolicy:
+    """The policy of record `index`, (T,); tokens without a policy count as captured like those of the header `like`.
+
+    Raises:
+        ValueError: If the record is of another layout or has another length than its header says.
+    """
+    layout, positions, slots = header[:3]
+    if layout != _FORMAT:
+        raise ValueError(
+            f"record {index} must begin with {_FORMAT}, as this version of troll writes it, got {layout}: it is "
+            "not a record of old policies, or is of another version"
+        )
+    words = HEADER + 3 * positions + 2 * slots
+    if record.numel() != words:
+        raise ValueError(
+            f"record {index} must have {words} words for its {positions} positions and {slots} slots, got "
+            f"{record.numel()}: it was damaged on its way"
+        )
+    _, counts, tail_log_prob, slot, token_ids, log_probs = record.split([HEADER, *[positions] * 3, *[slots] * 2])
+    top_k, vocab_size, *threshold, truncated, low, high = (header if header[4] else like)[3:]
+    temperature = _double([low, high])
     return PackedPolicy(
         token_ids,
         log_probs.view(torch.float32),
         counts,
         tail_log_prob.view(torch.float32),
         slot,
-        top_k=max(kept) if truncated else shared("records", "top_k", kept),
+        top_k=top_k,
         vocab_size=vocab_size,
-        mass_threshold=mass_threshold,
-        truncated=truncated,
-        temperature=temperature,
+        mass_threshold=_double(threshold),
+        truncated=bool(truncated),
+        temperature=None if math.isnan(temperature) else temperature,
     )
 
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from troll.settings import VLLM_LEAST_TEMPERATURE
+from troll.settings import VLLM_LEAST_TEMPERATURE, check_number
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
-from troll.trust_region.policy.sparse import check_capture
 from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.step import PULLS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig, assign
@@ -28,6 +27,12 @@ _ACTOR = "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
+_NUMBERS = {
+    "kl_bound": "above 0",
+    "regression_weight": "finite and at least 0",
+    "top_k": "an integer, at least 1",
+    "mass_threshold": "in [0, 1)",
+}
 _CHOICES = {"pull": PULLS, "constraint": CONSTRAINTS, "ratio_level": RATIO_LEVELS, "anchor": ("old", "rollout")}
 
 
@@ -96,14 +101,10 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_LOSS}.loss_mode must be troll with +troll=..., got {self.loss_mode!r}: leave the "
                 "group out to train with verl's own loss"
             )
-        for name in ("kl_bound", "regression_weight", "mass_threshold"):
-            if not isinstance(value := getattr(self, name), int | float):
-                raise ValueError(f"{_LOSS}.{name} must be a number, got {value!r}")
-        if not (self.kl_bound > 0 and (math.isfinite(self.kl_bound) or self.pull == "proximal")):
-            raise ValueError(f"{_LOSS}.kl_bound must be above 0 and, unless pull=proximal, finite, got {self.kl_bound}")
-        if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
-            raise ValueError(f"{_LOSS}.regression_weight must be at least 0 and finite, got {self.regression_weight}")
-        check_capture(self.top_k, self.mass_threshold)
+        for name, takes in _NUMBERS.items():
+            check_number(f"{_LOSS}.{name}", getattr(self, name), takes)
+        if math.isinf(self.kl_bound) and self.pull != "proximal":
+            raise ValueError(f"{_LOSS}.kl_bound must be finite unless pull=proximal, got {self.kl_bound}")
         for name, known in _CHOICES.items():
             check_choice(f"{_LOSS}.{name}", getattr(self, name), known)
         self._check_sampling()
@@ -120,7 +121,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     @property
     def rounding(self) -> float:
-        """The largest advantage that rounding can make of equal rewards, as a part of them.
+        """The largest advantage that rounding can make of equal rewards, relative to the rewards.
 
         verl divides it by a standard deviation of 0 plus 1e-6 in GRPO, and by 1e-4 at least where it whitens.
         """
@@ -218,9 +219,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     def _check_kl_target(self) -> None:
         """Refuses updates that say nothing about the learning rate, or whose age a worker does not know."""
-        target = self.kl_target
-        if not isinstance(target, int | float) or not 0 < target < math.inf:
-            raise ValueError(f"{_LOSS}.kl_target must be a number, finite and above 0, got {target!r}")
+        check_number(f"{_LOSS}.kl_target", self.kl_target, "finite and above 0")
         if self.updates_per_rollout == 1:
             raise ValueError(
                 f"{_LOSS}.kl_target needs at least two updates per rollout, got one: in the first update on a rollout "

@@ -35,6 +35,7 @@ def reporting(server_class: type) -> type:
         def engine(self) -> TopLogProbs:
             return self._reporting_engine
 
+        # verl assigns `self.engine` once vLLM has started; the setter wraps it.
         @engine.setter
         def engine(self, engine: Any) -> None:
             # vLLM crashes on a request for more log-probabilities than the vocabulary has.

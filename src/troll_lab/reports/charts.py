@@ -19,8 +19,6 @@ from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST, Rows, eval_questio
 _BOUND = TRUST + "kl_bound"
 _WANTED = TRUST + "kl_target/wanted"
 _DIAGNOSTICS = TRUST + "diagnostics/"
-#: The conditioning of the projection's multiplier, and the norm of the whole gradient.
-_CONDITIONING, _GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
 
 #: The charts of a single run by section, in the order of the page.
 CHARTS: Mapping[str, Sequence[Chart]] = {
@@ -195,18 +193,6 @@ _FAMILIES: dict[str, tuple[str, str, Scale, str]] = {
         "from zero",
         "How often KL(τ) was evaluated to find the multiplier.",
     ),
-    "variance": (
-        "Variance σ²",
-        "log scale",
-        "log",
-        "Of the log ratio under the projected policy: what the backward pass divides by.",
-    ),
-    "curvature": (
-        "Curvature τ²σ²",
-        "log scale",
-        "log",
-        "By how much the projection's KL changes for a relative change of τ.",
-    ),
     "conditioning": (
         "Conditioning of the multiplier",
         "log scale",
@@ -241,7 +227,7 @@ def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
                 continue
             if any((curve > 0).any() or (chart.scale != "log" and len(curve)) for curve in data.values()):
                 shown_bound = bound if chart.with_bound else None
-                cards.append(curve_card(chart, data, last, intervals, shown_bound, _note(chart, rows)))
+                cards.append(curve_card(chart, data, last, intervals, shown_bound))
             elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
                 logged = any(map(len, data.values()))
                 why = "it was never above zero" if logged else "this run logged no value of it"
@@ -257,19 +243,6 @@ def _bound(rows: Rows, summary: Mapping[str, Any]) -> pd.Series | None:
     if changes(bound):
         return bound
     return None if fixed is None else pd.Series([fixed])
-
-
-def _note(chart: Chart, rows: Rows) -> str:
-    """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
-    notes = []
-    for key, label in chart.lines.items():
-        if key.startswith(_CONDITIONING):
-            both = pd.concat([metric(rows, key), metric(rows, _GRADIENT_NORM)], axis=1, join="inner")
-            if len(both) > 2 and all(changes(both[column]) for column in both):  # else nothing can correlate
-                correlation = both.corr(method="spearman").iloc[0, 1]
-                shown = f"{correlation:+.2f}".replace("-", "−")
-                notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(both)} steps.")
-    return " ".join(notes)
 
 
 def diagnostic_charts(names: Iterable[str]) -> list[Chart]:

@@ -68,7 +68,6 @@ def curve_card(
     last: int,
     intervals: Mapping[str, Mapping[int, Interval]],
     bound: pd.Series | None = None,
-    note: str = "",
     steps: str = "optimiser step",
 ) -> Card:
     """The card of a chart.
@@ -79,7 +78,6 @@ def curve_card(
         last: The last step of the axis.
         intervals: Intervals of held-out metrics by step.
         bound: ε by step, drawn as a dashed line.
-        note: A sentence for the caption.
         steps: The name of the horizontal axis.
     """
     held_out = [key for key in chart.lines if _held_out(key)]
@@ -106,7 +104,7 @@ def curve_card(
         legend[f"bound ε{'' if changes(bound) else f' = {bound.iloc[0]:g}'}"] = "bound"
     trained = [len(curve) for key, curve in drawn.items() if not _held_out(key)]
     missing = [f"Not logged: {label}." for key, label in chart.lines.items() if key not in drawn]
-    caption = [chart.caption, note, _smoothing_note(max(trained, default=0)), *missing]
+    caption = [chart.caption, _smoothing_note(max(trained, default=0)), *missing]
     figure = inline_figure(slug, chart.title, paint)
     return Card(slug, chart.title, figure, chart.unit, legend, " ".join(filter(None, caption)))
 

@@ -89,7 +89,7 @@ def write_report(folder: Path) -> Path:
 def _curves(rows: Rows) -> list[Card]:
     by_steps = [{**row, "step": row["environment_steps"]} for row in rows]
     intervals = {
-        key: {row["step"]: row[f"{key}_interval"] for row in by_steps if f"{key}_interval" in row}
+        key: {row["step"]: row[f"{key}_interval"] for row in by_steps if row.get(f"{key}_interval") is not None}
         for key in ("eval_success", "eval_return")
     }
     last = max(1, by_steps[-1]["step"])

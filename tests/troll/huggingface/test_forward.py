@@ -5,12 +5,15 @@ import inspect
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BartForConditionalGeneration
 from transformers.utils import ModelOutput
 from trl.data_utils import prepare_multimodal_messages
@@ -256,7 +259,15 @@ def sharded_head_of_trained_tokens() -> Any:
     return head
 
 
+def offloaded_shards() -> Any:
+    """A head as FSDP2 keeps it with `CPUOffloadPolicy`."""
+    weight = Mock(spec=DTensor, is_meta=False, device=torch.device("cpu"))
+    weight.device_mesh.device_type = "cuda"
+    return SimpleNamespace(weight=weight)
+
+
 UNREADABLE: dict[str, Any] = {
+    "offloaded the LM head's shards": offloaded_shards,
     "is quantised": lambda: head_with(torch.zeros(49, 32, dtype=torch.int8)),
     "is offloaded": lambda: head_with(torch.zeros(49, 32, device="meta")),
     "must be a linear layer with a weight, got Sequential": nn.Sequential,

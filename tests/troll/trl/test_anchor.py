@@ -24,7 +24,7 @@ from troll.trl.anchor import (
     check_engine,
     check_rollout_source,
     check_sampling,
-    engine_settings,
+    logprobs_mode,
     report_top_log_probs,
     reporting_rollout_func,
 )
@@ -201,25 +201,24 @@ def test_sampling_from_the_policy_is_accepted(config):
     check_sampling(config(temperature=0.7, top_k=-1, min_p=0.0, generation_kwargs=kwargs))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs: .* --logprobs-mode processed_logprobs"),
-        ({"max_logprobs": 20}, "64 .* at most 20: start the vLLM server with --max-logprobs -1"),
-        ({"max_logprobs": 64}, None),
-        ({}, None),
-    ],
-)
-def test_an_engine_that_cannot_report_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message) if message else nullcontext():
-        check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": -1} | settings, 64)
+def test_an_engine_that_reports_another_distribution_is_refused():
+    check_engine("processed_logprobs")
+    with pytest.raises(ValueError, match=r"returns raw_logprobs: .* --logprobs-mode processed_logprobs"):
+        check_engine("raw_logprobs")
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])
-def test_the_engines_settings_are_read_where_trl_keeps_them(make, mode):
+def test_the_engines_setting_is_read_where_trl_keeps_it(make, mode):
     vllm = EngineGeneration(Engine(), None, make(GRPOTrainer).accelerator, mode)
-    vllm.llm.llm_engine.model_config.max_logprobs = 20
-    assert engine_settings(vllm) == {"logprobs_mode": "processed_logprobs", "max_logprobs": 20}
+    vllm.llm.llm_engine.model_config.logprobs_mode = "raw_logprobs"
+    assert logprobs_mode(vllm) == "raw_logprobs"
+
+
+def test_a_server_that_does_not_report_its_setting_is_refused(make):
+    vllm = EngineGeneration(Engine(), None, make(GRPOTrainer).accelerator, "server")
+    del vllm.llm.llm_engine.model_config.logprobs_mode
+    with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE=1.* failed: KeyError: 'logprobs_mode'"):
+        logprobs_mode(vllm)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +340,8 @@ def test_mismatch_with_the_engine_is_logged_before_any_update(make, monkeypatch)
 
 def test_evaluation_is_trls(anchored):
     trainer = anchored(Engine())
-    assert math.isfinite(trainer.evaluate(tiny.make_dataset(4))["eval_reward"])
+    metrics = trainer.evaluate(tiny.make_dataset(4))
+    assert math.isfinite(metrics["eval_reward"]) and not any("trust_region" in name for name in metrics)
 
 
 def test_trainer_checks_the_source_and_the_sampling(anchored, make):

@@ -69,7 +69,8 @@ def test_bracket_reaches_the_bound(family, size):
         kl_bound = bounds(30, low=low, seed=13)
         rows = [reference.project(n, o, e) for n, o, e in zip(new, old, kl_bound, strict=True)]
         reachable = np.array([row.solution.projected and row.solution.multiplier <= 99 for row in rows])
-        if not reachable.any():
+        if not reachable.any():  # of nearly equal policies, few are projected at all
+            assert family == "nearly_equal"
             continue
         for dtype, relative in ((torch.float64, 0.0), (torch.float32, 1e-3)):
             p, s = (x[reachable].to(dtype) for x in (log_old, log_new - log_old))

@@ -84,12 +84,11 @@ def test_capture_top_has_its_temperature():
         troll.trust_region_step(head, old)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_cat_has_temperature_if_all_have(packed):
+def test_cat_has_temperature_if_all_have():
     known, unknown = (troll.capture(source, TOKENS, top_k=4) for source in (troll.Logits(LOGITS), LOGITS))
 
     def join(*policies: SparsePolicy) -> Any:
-        return PackedPolicy.cat([*map(PackedPolicy.of, policies)]) if packed else SparsePolicy.cat(policies)
+        return PackedPolicy.cat([*map(PackedPolicy.of, policies)])
 
     assert join(known, known).temperature == 1.0
     assert join(known, unknown).temperature is join(unknown, known).temperature is None

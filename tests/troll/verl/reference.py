@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tolerance import rounding, within
 from tests.troll.verl.actor import Sample, Step
+from tests.troll.verl.records import joined
 from troll import Constraint, SparsePolicy, trust_region_step
 from troll import capture as troll_capture
 from troll.trust_region.dual import tolerance as solver_tolerance
@@ -107,7 +108,7 @@ def update(
     new.zero_grad()
     tokens = sum(int(sample.mask.sum()) for sample in samples)
     logits = [response_logits(new, sample, settings.temperature) for sample in samples]
-    captured = SparsePolicy.cat([capture(old, sample, settings) for sample in samples])
+    captured = joined([capture(old, sample, settings) for sample in samples])
     mask = torch.cat([sample.mask for sample in samples]).bool()
     step = trust_region_step(
         torch.cat(logits), captured, settings.kl_bound, constraint=_constraint(samples, settings), pull=settings.pull

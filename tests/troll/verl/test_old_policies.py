@@ -17,7 +17,7 @@ from verl.workers.engine.utils import pad_packed_inputs
 from verl.workers.utils.padding import no_padding_2_padding
 
 from tests.troll.verl.actor import as_batch, nested, rollout
-from tests.troll.verl.records import records_of
+from tests.troll.verl.records import joined, records_of
 from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
 from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported_policies, response_places
 from troll.verl.records import from_records, to_record, without_policies
@@ -110,12 +110,12 @@ def test_captured_policies_are_found_in_any_order(pairs: list[tuple[int, int]], 
     random.shuffle(parts)
     for some in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):  # in micro-batches
         if some:
-            kept.keep(SparsePolicy.cat([by_number[n] for n in some]), tu.index_select_tensor_dict(data, some))
+            kept.keep(joined([by_number[n] for n in some]), tu.index_select_tensor_dict(data, some))
     order = random.sample(parts, len(parts))
     found = kept.of(tu.index_select_tensor_dict(data, order)).unpack()
     # Equal sequences have one policy, of whichever was captured last.
     last = {sequence_of(data, number): number for number in parts}
-    assert same(found, SparsePolicy.cat([by_number[last[sequence_of(data, number)]] for number in order]))
+    assert same(found, joined([by_number[last[sequence_of(data, number)]] for number in order]))
 
 
 def sequence_of(data: TensorDict, number: int) -> tuple[str, str]:
@@ -131,7 +131,7 @@ def test_same_tokens_after_another_prompt_are_another_sequence() -> None:
     assert not torch.equal(policy[:3].log_probs, policy[3:].log_probs)
     kept.keep(policy, first)
     found = kept.of(tu.index_select_tensor_dict(first, [1, 0])).unpack()
-    assert same(found, SparsePolicy.cat([policy[3:], policy[:3]]))
+    assert same(found, joined([policy[3:], policy[:3]]))
     ids = first["input_ids"].unbind()[0]
     first["prompts"], first["responses"] = nested([ids[:1], ids[:2]]), nested([ids[1:], ids[2:]])
     with pytest.raises(ValueError, match=r"1 of 2 sequences .* no old policy in this process"):
@@ -151,7 +151,7 @@ def test_records_follow_their_sequences_through_verls_batches() -> None:
     data, policies = reported(12)
 
     def check(batch: TensorDict, order: list[int]) -> None:
-        assert same(reported_policies(batch, 1).unpack(), SparsePolicy.cat([policies[number] for number in order]))
+        assert same(reported_policies(batch, 1).unpack(), joined([policies[number] for number in order]))
 
     order = torch.randperm(12, generator=torch.Generator().manual_seed(2)).tolist()
     chunks = tu.chunk_tensordict(tu.index_select_tensor_dict(data, order), 4)
@@ -176,7 +176,7 @@ def by_extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> Tensor
 def test_reported_policies_are_read_from_extra_fields() -> None:
     data, policies = reported()
     data = by_extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
-    assert same(reported_policies(data, 1).unpack(), SparsePolicy.cat(policies))
+    assert same(reported_policies(data, 1).unpack(), joined(policies))
 
 
 def with_records(data: TensorDict, records: list[Tensor]) -> TensorDict:
@@ -251,7 +251,7 @@ def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> Non
 def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
     """A batch of whose tokens every third is a tool's, every fourth unreported, and one sequence altogether."""
     data, policies = reported(5)
-    whole = SparsePolicy.cat(policies)
+    whole = joined(policies)
     number, lengths = torch.arange(whole.shape[0]), lengths_of(data)
     of_tool, unreported = number % 3 == 0, number % 4 == 0
     unreported |= torch.arange(5).repeat_interleave(torch.tensor(lengths)) == 2

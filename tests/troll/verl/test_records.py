@@ -132,7 +132,7 @@ def test_what_is_no_record_is_refused(records, says):
 
 @pytest.mark.parametrize(("name", "other"), OTHER_CAPTURES)
 def test_records_of_two_captures_are_refused(name, other):
-    with pytest.raises(ValueError, match=f"records must share one {name}"):
+    with pytest.raises(ValueError, match=f"policies must share one {name}"):
         from_records([RECORD, to_record(PackedPolicy.of(other.view((12,))))])
 
 

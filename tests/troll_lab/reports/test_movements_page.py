@@ -47,6 +47,14 @@ def test_the_page_shows_the_outcome_the_curves_and_the_paths(tmp_path: Path) -> 
     assert "mean movements, held out" in success and "environment steps" in success and "800 k" in success
 
 
+def test_one_held_out_episode_has_no_interval(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    row = {"step": 20, "environment_steps": 1_000_000, "eval_return": -3.0, "eval_return_interval": None}
+    with (folder / METRICS).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert Page(write_report(folder)).card("return") is not None
+
+
 def test_what_comes_from_the_run_is_escaped(tmp_path: Path) -> None:
     attack = "</pre><script>alert(1)</script>{{ 7 * 7 }}"
     folder = write_run(tmp_path / "run", environment=attack, method=attack, status=attack)

@@ -391,13 +391,6 @@ def test_a_changing_bound_is_a_curve_and_a_line_in_kl_cards(tmp_path):
     assert "bound ε = 0.05" in page.text
 
 
-def test_conditioning_is_set_against_the_gradient_norm(tmp_path):
-    key = "trust_region/diagnostics/conditioning_min"
-    rows = [row | {key: 1 / row["step"], "grad_norm": row["step"] ** 2} for row in metrics_of(1) if "loss" in row]
-    page = page_of(tmp_path / "run", rows, summary_of(1))
-    assert "Rank correlation of conditioning min with the gradient norm: −1.00, over 8 steps." in page.text
-
-
 def test_a_run_without_a_trust_region_misses_none(tmp_path):
     rows = [{name: value for name, value in row.items() if "trust_region" not in name} for row in metrics_of(1)]
     page = page_of(tmp_path / "clip", rows, summary_of(1, surrogate="clip"))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from troll.settings import number
-from troll.trl.surrogates.terms import ConfigFields, NoSettings, ScoredTokens, Terms
+from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Terms
 from troll.trust_region.policy.truncation import kept_or_not
 from troll.trust_region.probabilities import divergence
-from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_step
+from troll.trust_region.step import Pull, common_outcomes, pull_to_old, trust_region_step
+
+
+class ConfigFields(Protocol):
+    """What the surrogates below read of the `TrollConfig`, whose module imports this one."""
+
+    pull: Pull
+    regression_weight: float
 
 
 def troll(tokens: ScoredTokens, args: ConfigFields, own: NoSettings) -> Terms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +14,7 @@ from troll.trust_region.checks import check_shape
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.step import Pull, TrustRegionStep
-
-
-class ConfigFields(Protocol):
-    """The fields of `TrollConfig` that surrogates read in addition to their own settings."""
-
-    pull: Pull
-    regression_weight: float
+from troll.trust_region.step import TrustRegionStep
 
 
 @dataclass(frozen=True)

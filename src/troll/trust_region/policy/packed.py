@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import shape_text
-from .sparse import (
-    SparsePolicy,
-    check_alike,
-    common_temperature,
-    leave_inference_mode,
-)
+from ..checks import shape_text, shared
+from .sparse import SparsePolicy, leave_inference_mode
 
 #: The fields that have one entry for each slot, and those that have one for each position.
 OF_SLOTS, OF_POSITIONS = ("token_ids", "log_probs"), ("counts", "tail_log_prob", "slot")
@@ -213,16 +208,31 @@ def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Ten
     positions = {name: join([getattr(policy, name) for policy in policies]) for name in OF_POSITIONS}
     slots = {name: torch.cat([getattr(policy, name) for policy in policies]) for name in OF_SLOTS}
     top_k = max(policy.top_k for policy in policies)
-    temperature = common_temperature("policies", [policy.temperature for policy in policies])
     return dataclasses.replace(
         policies[0],
         **slots,  # type: ignore[arg-type]
         **positions,  # type: ignore[arg-type]
         top_k=top_k,
-        temperature=temperature,
+        temperature=_common_temperature(policies),
     )
 
 
 def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:
-    """Raises ValueError, naming what differs, unless the policies have one shape and were captured alike."""
-    check_alike(policies, dtype=[policy.log_probs.dtype for policy in policies], shape=list(map(shape_text, shapes)))
+    """Raises ValueError, naming what differs, unless there are policies, of one shape, and all were captured alike.
+
+    The slots of truncated policies may differ in number: each capture takes as many as its largest kept set needs.
+    """
+    if not policies:
+        raise ValueError("policies must hold at least one policy, got none")
+    for name in ("truncated", "mass_threshold", "vocab_size", *(() if policies[0].truncated else ("top_k",))):
+        shared("policies", name, [getattr(policy, name) for policy in policies])
+    shared("policies", "dtype", [policy.log_probs.dtype for policy in policies])
+    shared("policies", "shape", list(map(shape_text, shapes)))
+
+
+def _common_temperature(policies: Sequence[PackedPolicy]) -> float | None:
+    """The temperature of the captures: None if it is not known of all; raises ValueError if two differ."""
+    known = [policy.temperature for policy in policies if policy.temperature is not None]
+    if known:
+        shared("policies", "temperature", known)
+    return known[0] if known and len(known) == len(policies) else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import shape_text, shared
+from ..checks import shape_text
 
 
 def leave_inference_mode(policy: Any) -> None:
@@ -104,28 +104,6 @@ class SparsePolicy:
         rows = torch.arange(self.shape.numel(), device=self.slot.device).view(self.shape)[index]
         return self.each(lambda x: x.reshape(-1, *x.shape[len(self.shape) :])[rows])
 
-    @staticmethod
-    def cat(policies: Sequence[SparsePolicy], dim: int = 0) -> SparsePolicy:
-        """Concatenates along a dimension of the token positions; truncated policies of fewer slots get unused ones.
-
-        Raises:
-            ValueError: If there is nothing to concatenate, the policies were captured differently, or `dim` is out of
-                range.
-        """
-        check_alike(policies)
-        dims = len(policies[0].shape)
-        if not -dims <= dim < dims:
-            raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
-        temperature = common_temperature("policies", [policy.temperature for policy in policies])
-        slots = max(policy.top_k for policy in policies)
-        policies = [policy.widened(slots) for policy in policies]
-        tensors: dict[str, Any] = {
-            name: torch.cat([getattr(policy, name) for policy in policies], dim % dims)
-            for name, value in vars(policies[0]).items()
-            if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(policies[0], temperature=temperature, **tensors)
-
     def check_positions(self, shape: Sequence[int]) -> None:
         """Raises ValueError unless the policy holds these token positions."""
         if tuple(self.shape) != tuple(shape):
@@ -164,38 +142,9 @@ class SparsePolicy:
         )
 
 
-def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
-    """Raises ValueError, naming what differs, unless there are policies and all were captured alike.
-
-    The slots of truncated policies may differ in number: each capture takes as many as its largest kept set needs.
-
-    Args:
-        policies: Policies of either form.
-        **others: Other values that must be the same for all, by name: one for each policy.
-    """
-    if not policies:
-        raise ValueError("policies must hold at least one policy, got none")
-    names = ("truncated", "mass_threshold", "vocab_size", *(() if policies[0].truncated else ("top_k",)))
-    captures = {name: [getattr(policy, name) for policy in policies] for name in names}
-    for name, values in (captures | others).items():
-        shared("policies", name, values)
-
-
-def common_temperature(owners: str, temperatures: Sequence[float | None]) -> float | None:
-    """The temperature of what was captured in several parts: None if it is not known of all.
-
-    Raises:
-        ValueError: If two of the owners were captured at different temperatures.
-    """
-    known = [temperature for temperature in temperatures if temperature is not None]
-    if known:
-        shared(owners, "temperature", known)
-    return known[0] if known and len(known) == len(temperatures) else None
-
-
 def check_capture(top_k: int, mass_threshold: float) -> None:
     """Raises ValueError if a parameter of a capture is out of its range."""
-    if not isinstance(top_k, int) or top_k < 1:
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
         raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
     if not 0 <= mass_threshold < 1:
         raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ class Top(NamedTuple):
     """The largest entries of N distributions, and the rest of each for normalisation."""
 
     ids: Tensor
-    """(N, K) int64, in ascending order; −1 in unused slots, which come last."""
+    """(N, K) int64, of equal logits the smaller id first; −1 in unused slots, which come last."""
     logits: Tensor
     """(N, K); −inf in unused slots."""
     tail_logits: Tensor
@@ -70,7 +69,7 @@ def largest(
     log_rest: Tensor,
     k: int,
 ) -> Top:
-    """The k largest of M entries, which make whole distributions together with the rest.
+    """The k largest of M entries, in the order of slots; they make whole distributions together with the rest.
 
     Args:
         ids: (N, M), in ascending order; −1 in unused entries, which come last.
@@ -81,7 +80,7 @@ def largest(
         log_rest: (N, m), the log-sum-exp of m parts of everything except for the entries and the sampled token.
         k: The entries to keep, at most M.
     """
-    position = top_ids(logits, k).sort(-1).values
+    position = top_ids(logits, k)
     others = tail_logits.scatter(-1, position, -torch.inf).masked_fill(ids == sampled.unsqueeze(-1), -torch.inf)
     sampled_logit = _sampled_logit(ids, logits, sampled, sampled_logit)
     ids, logits, tail_logits = (x.gather(-1, position) for x in (ids, logits, tail_logits))
@@ -94,17 +93,10 @@ def _sampled_logit(ids: Tensor, logits: Tensor, sampled: Tensor, elsewhere: Tens
     return torch.maximum(among, elsewhere)
 
 
-def largest_with_sampled(
-    ids: Tensor, logits: Tensor, sampled: Tensor, log_rest: Tensor, vocab_size: int, k: int
-) -> Top:
-    """The k largest of M entries in any order, which include the sampled tokens; see `largest`.
-
-    `log_rest`, (N, 1), is the log-sum-exp of everything except for the entries.
-    """
+def sorted_by_id(ids: Tensor, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Puts entries (N, M) into the order that `largest` takes."""
     ids, order = ids.masked_fill(ids < 0, vocab_size).sort(-1)
-    ids, logits = ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
-    nowhere = torch.full_like(logits[:, 0], -torch.inf)
-    return largest(ids, logits, logits, sampled, nowhere, log_rest, k)
+    return ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
 
 
 def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
@@ -119,7 +111,9 @@ def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
     if not bool(is_sampled.any(-1).all()):
         token = sampled[~is_sampled.any(-1)][0].item()
         raise ValueError(f"token_ids must be among the tokens that the source was read at, got {token}")
-    return largest_with_sampled(ids, z, sampled, policy.tail_logit.reshape(-1, 1), policy.vocab_size, min(k, slots))
+    ids, z = sorted_by_id(ids, z, policy.vocab_size)
+    tail, nowhere = policy.tail_logit.reshape(-1, 1), torch.full_like(z[:, 0], -torch.inf)
+    return largest(ids, z, z, sampled, nowhere, tail, min(k, slots))
 
 
 def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
@@ -148,7 +142,7 @@ def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) ->
 def slots_in_order(
     top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The slots of `policy_from_top`, from entries of `top` in the order of slots, instead of that of their ids.
+    """The slots of `policy_from_top`, from a `top` whose entries are in the order of slots: larger ones first.
 
     Returns:
         Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
@@ -215,24 +209,26 @@ def capture_top(
 
     Raises:
         ValueError: If shapes or dtypes are wrong, ids are outside the vocabulary, a token occurs twice, parameters are
-            out of their range, the entries add up to more than 1.01 and so cannot be log-probabilities, or, with
-            `truncated`, there are more than K or they add up to less than 0.99.
+            out of their range, the entries are NaN or add up to more than 1.01 and so cannot be log-probabilities, or,
+            with `truncated`, there are more than K or they add up to less than 0.99.
     """
     _check_entries(token_ids, log_probs, sampled_ids, sampled_log_probs, vocab_size)
     check_capture(top_k, mass_threshold)
     shape, entries = sampled_ids.shape, token_ids.shape[-1]
-    ids, sampled = token_ids.long().reshape(-1, entries), sampled_ids.long().reshape(-1, 1)
+    ids, sampled = token_ids.long().reshape(-1, entries), sampled_ids.long().reshape(-1)
     z, sampled_z = as_float(log_probs).reshape(-1, entries), as_float(sampled_log_probs).reshape(-1, 1)
     # The sampled token becomes one of the entries.
     if truncated:
         ids = ids.masked_fill(z == -torch.inf, -1)
-    known = (ids == sampled).any(-1, keepdim=True)
-    ids = torch.cat([ids, sampled.masked_fill(known, -1)], -1)
+    known = (ids == sampled.unsqueeze(-1)).any(-1)
+    ids = torch.cat([ids, sampled.masked_fill(known, -1).unsqueeze(-1)], -1)
     used = ids >= 0
     z = torch.cat([z, sampled_z], -1).masked_fill(~used, -torch.inf)
     # In float64, since with a sum close to 1 in float32 the rest would have an error of 1e-7.
     covered = torch.logsumexp(z.double(), -1, keepdim=True)
-    if bool((covered.exp() > LARGEST_TOTAL).any()):
+    ids, z = sorted_by_id(ids, z, vocab_size)
+    check_distinct("token_ids", ids, are_sorted=True)
+    if bool((~(covered.exp() <= LARGEST_TOTAL)).any()):  # also NaN
         total = covered.exp().max().item()
         raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total:.3g}")
     kept = used.sum(-1, keepdim=True)
@@ -248,12 +244,13 @@ def capture_top(
         left, mass_threshold = torch.full_like(left, -torch.inf), 0.0
 
     k = min(top_k, vocab_size)
-    top = largest_with_sampled(ids, z, sampled.squeeze(-1), left, vocab_size, min(k, entries + 1))
+    nowhere = torch.full_like(z[:, 0], -torch.inf)
+    top = largest(ids, z, z, sampled, nowhere, left, min(k, entries + 1))
     empty = (0, k - top.ids.shape[-1])
     logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
     top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)
-    policy = policy_from_top(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
-    return dataclasses.replace(policy, truncated=truncated, temperature=temperature)
+    slots = slots_in_order(top, sampled, vocab_size, mass_threshold)
+    return SparsePolicy(*slots, vocab_size, mass_threshold, truncated, temperature).view(shape)
 
 
 def _check_entries(
@@ -270,4 +267,3 @@ def _check_entries(
             raise ValueError(f"{name} must be {expected}, with one M of at least 1, got {shape_text(tensor.shape)}")
     check_tokens_in("sampled_ids", sampled_ids, vocab_size)
     check_tokens_in("token_ids", token_ids, vocab_size, or_unused=True)
-    check_distinct("token_ids", token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,79 +51,55 @@ def capture(
             slices of the vocabulary differ in size, or a policy that has been read lacks tokens that the sampler keeps.
     """
     source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
-    if truncation is None:
-        return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
-    return capture_kept(source, token_ids, top_k, truncation)[0]
+    return captured(source, token_ids, top_k=top_k, mass_threshold=mass_threshold, truncation=truncation).policy
 
 
-def capture_with_entropy(
-    source: LogitsSource,
+class CaptureResult(NamedTuple):
+    """What a capture finds at token positions (...)."""
+
+    policy: SparsePolicy
+    """The old policy, as `capture` returns it."""
+    entropy: Tensor | None
+    """The entropy over the whole vocabulary, (...), in nats; None unless it was requested."""
+    added: Tensor | None
+    """(...) bool, true where the sampled token was added to the sampler's kept set; None without a truncation."""
+
+
+@torch.no_grad()
+def captured(
+    source: LogitsSource | PolicyOnSupport,
     token_ids: Tensor,
     *,
     top_k: int,
     mass_threshold: float,
     truncation: Truncation | None = None,
-) -> tuple[SparsePolicy, Tensor]:
-    """Captures the old policy, and computes the entropy over the whole vocabulary, (...), in nats, in one pass.
+    entropy: bool = False,
+) -> CaptureResult:
+    """Captures as `capture` does, with its arguments and errors; with `entropy`, computes that in the same pass.
 
-    Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
+    A source that is a policy that has been read gives no entropy.
     """
-    slots, threshold = (top_k, mass_threshold) if truncation is None else (_slots(top_k, truncation), 0.0)
-    old, entropy = _captured(source, token_ids, slots, threshold, entropy=True)
-    assert entropy is not None
-    return old if truncation is None else capture_kept(source, token_ids, top_k, truncation, first=old)[0], entropy
-
-
-@torch.no_grad()
-def capture_kept(
-    source: LogitsSource | PolicyOnSupport,
-    token_ids: Tensor,
-    top_k: int,
-    truncation: Truncation,
-    first: SparsePolicy | None = None,
-) -> tuple[SparsePolicy, Tensor]:
-    """Captures the policy from which a sampler drew: on its kept set and renormalised, without a tail.
-
-    Waits for the device.
-
-    Args:
-        source: As for `capture`.
-        token_ids: The sampled tokens, (...).
-        top_k: The least number of slots of the first attempt; unused if `first` is given. Positions whose kept set
-            needs more get four times as many in the next.
-        truncation: The sampler's truncation.
-        first: The first attempt, if it has been made: a capture with at least `truncation.top_k + 2` slots and
-            `mass_threshold=0`.
-
-    Returns:
-        The policy, at token positions (...); and where the sampled token had to be added, (...) bool.
-
-    Raises:
-        ValueError: If the source was read at too few tokens, and lacks some that the sampler keeps.
-    """
-    if first is None:
-        first, _ = _captured(source, token_ids, _slots(top_k, truncation), 0.0, entropy=False)
+    if truncation is None:
+        policy, entropies = _one_pass(source, token_ids, top_k, mass_threshold, entropy)
+        return CaptureResult(policy, entropies, None)
+    # One slot may hold a sampled token that is less likely than others outside, and one more shows that there is room.
+    first, entropies = _one_pass(source, token_ids, max(top_k, truncation.top_k + 2), 0.0, entropy)
     policy, sampled = first.view((first.shape.numel(),)), token_ids.reshape(-1)
     full = truncation.exceeds(policy).nonzero().squeeze(-1)
-    while len(full):
-        larger, _ = _captured(source.at(full), sampled[full], 4 * policy.top_k, 0.0, entropy=False)
+    while len(full):  # where the kept set may need more slots
+        larger, _ = _one_pass(source.at(full), sampled[full], 4 * policy.top_k, 0.0, entropy=False)
         if larger.used.sum() == policy[full].used.sum():
             raise ValueError("source must hold all tokens that the sampler keeps, and was read at fewer")
         policy = policy.with_positions(full, larger)
         full = full[truncation.exceeds(larger)]
-    return truncation.restrict(policy.view(first.shape))
+    policy, added = truncation.restrict(policy.view(first.shape))
+    return CaptureResult(policy, entropies, added)
 
 
-def _slots(top_k: int, truncation: Truncation) -> int:
-    # One slot may hold a sampled token that is less likely than others outside, and one more shows that there is room.
-    return max(top_k, truncation.top_k + 2)
-
-
-@torch.no_grad()
-def _captured(
+def _one_pass(
     source: LogitsSource | PolicyOnSupport, token_ids: Tensor, top_k: int, mass_threshold: float, entropy: bool
 ) -> tuple[SparsePolicy, Tensor | None]:
-    """The policy; and the entropy, (...), if it is requested."""
+    """The whole policy, in K slots; and the entropy, (...), if it is requested."""
     check_capture(top_k, mass_threshold)
     check_integers("token_ids", token_ids)
     check_shape("token_ids", token_ids, source.shape)

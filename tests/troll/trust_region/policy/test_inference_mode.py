@@ -40,6 +40,11 @@ def packed() -> SparsePolicy:
     return PackedPolicy.stack([policies[0], policies[1]]).unpack()
 
 
+def joined() -> SparsePolicy:
+    policy = PackedPolicy.of(from_logits())
+    return PackedPolicy.cat([policy[:1], policy[1:]]).unpack()
+
+
 MAKERS: dict[str, Callable[[], SparsePolicy]] = {
     "capture of logits": from_logits,
     "capture of a head": from_head,
@@ -47,7 +52,7 @@ MAKERS: dict[str, Callable[[], SparsePolicy]] = {
     "capture_top": from_engine,
     "packed": packed,
     "indexed and moved": lambda: from_logits()[torch.arange(2)].view((2, 5)).to(torch.float32),
-    "joined": lambda: SparsePolicy.cat([from_logits()[:1], from_logits()[1:]]),
+    "joined": joined,
 }
 
 

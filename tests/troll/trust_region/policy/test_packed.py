@@ -1,7 +1,9 @@
 """PackedPolicy: whatever is done to the packed form and then unpacked is what is done to the padded form."""
 
 import copy
+import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, basic_indices
+from torch import Tensor
 
 import troll
 from tests.troll.trust_region.policy.policies import (
@@ -65,8 +68,9 @@ def assert_packs(packed: PackedPolicy, policy: SparsePolicy) -> None:
     torch.testing.assert_close(packed.log_prob, log_prob, rtol=0, atol=0, equal_nan=True)
 
 
-def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
-    return SparsePolicy.cat([entry[None] for entry in entries])
+def joined(policies: list[SparsePolicy], join: Callable[[list[Tensor]], Tensor]) -> SparsePolicy:
+    tensors: dict[str, Any] = {name: join([getattr(policy, name) for policy in policies]) for name in FIELDS}
+    return dataclasses.replace(policies[0], **tensors)
 
 
 @many_examples
@@ -162,7 +166,7 @@ def test_stack_undoes_unbind(policy, data):
         return
     rows = data.draw(st.permutations(range(length)) | st.lists(st.integers(0, length - 1), min_size=1, max_size=6))
     entries = PackedPolicy.of(policy).unbind()
-    assert_packs(PackedPolicy.stack([entries[row] for row in rows]), stacked([policy[row] for row in rows]))
+    assert_packs(PackedPolicy.stack([entries[row] for row in rows]), joined([policy[row] for row in rows], torch.stack))
 
 
 @many_examples
@@ -170,7 +174,7 @@ def test_stack_undoes_unbind(policy, data):
 def test_cat_undoes_slicing(policy, data):
     cut = data.draw(st.integers(0, policy.shape[0]))
     packed = PackedPolicy.of(policy)
-    assert_packs(PackedPolicy.cat([packed[cut:], packed[:cut]]), SparsePolicy.cat([policy[cut:], policy[:cut]]))
+    assert_packs(PackedPolicy.cat([packed[cut:], packed[:cut]]), joined([policy[cut:], policy[:cut]], torch.cat))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,7 @@ def test_unbind_and_cat_refuse_single_position():
         single.unbind()
     with pytest.raises(ValueError, match="stack them"):
         PackedPolicy.cat([single, single])
-    assert_packs(PackedPolicy.stack([single, single]), stacked([random_policy(())] * 2))
+    assert_packs(PackedPolicy.stack([single, single]), joined([random_policy(())] * 2, torch.stack))
 
 
 @pytest.mark.parametrize("through", [by_pickle, by_torch, copy.deepcopy])

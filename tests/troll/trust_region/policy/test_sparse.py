@@ -12,13 +12,12 @@ from torch import Tensor
 import troll
 from tests.troll.trust_region.policy.policies import (
     FIELDS,
-    OTHER_CAPTURES,
     assert_identical,
     by_pickle,
     by_torch,
     random_policy,
 )
-from troll import PackedPolicy, SparsePolicy
+from troll import PackedPolicy
 
 
 def test_to_moves_sparse_policy():
@@ -80,28 +79,6 @@ def test_index_is_along_the_batch(index):
     assert torch.equal(part.log_prob, policy.log_prob[index])
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1, -2])
-def test_cat_undoes_splitting(dim):
-    policy = random_policy((3, 4))
-    along = dim % 2
-    parts = [policy[:1], policy[1:]] if along == 0 else [policy[:, :1], policy[:, 1:]]
-    assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
-
-
-@pytest.mark.parametrize(
-    ("policies", "dim", "message"),
-    [
-        *(([random_policy(), other], 0, f"share one {name}, got .+, .+") for name, other in OTHER_CAPTURES),
-        ([random_policy()] * 2, 2, r"dim must be .* in \[-2, 2\), got"),
-        ([random_policy()] * 2, -3, r"dim must be .* in \[-2, 2\), got"),
-        ([], 0, "policies must hold at least one"),
-    ],
-)
-def test_cat_refuses_other_captures(policies, dim, message):
-    with pytest.raises(ValueError, match=message):
-        SparsePolicy.cat(policies, dim=dim)
-
-
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
 def test_sparse_policy_of_no_positions(shape):
     policy = random_policy(shape)
@@ -111,7 +88,6 @@ def test_sparse_policy_of_no_positions(shape):
     assert policy.view((0,)).shape == (0,)
     assert_identical(policy.view((0,)).view(shape), policy)
     assert_identical(policy[...], policy)
-    assert_identical(SparsePolicy.cat([policy, policy]), random_policy((2 * shape[0], *shape[1:])))
 
 
 def test_check_positions_refuses_others():

@@ -18,7 +18,7 @@ from tests.troll.trust_region import reference
 from tests.troll.trust_region.policy.policies import assert_identical
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.metrics import step_tally
-from troll.trust_region.reading.capture import capture_kept
+from troll.trust_region.reading.capture import captured as capture_result
 
 SIZE = 40
 
@@ -37,6 +37,14 @@ def sampled_from(logits: torch.Tensor, truncation: Truncation, seed: int = 0) ->
 
 def captured(logits: torch.Tensor, truncation: Truncation, **more: Any) -> SparsePolicy:
     return troll.capture(logits, sampled_from(logits, truncation), top_k=SIZE, truncation=truncation, **more)
+
+
+def kept_and_added(
+    logits: torch.Tensor, token: torch.Tensor, slots: int, truncation: Truncation
+) -> tuple[SparsePolicy, torch.Tensor]:
+    found = capture_result(troll.Logits(logits), token, top_k=slots, mass_threshold=0.0, truncation=truncation)
+    assert found.added is not None
+    return found.policy, found.added
 
 
 #: Scores of up to 24 tokens: few different ones make ties, more make none.
@@ -99,7 +107,7 @@ def test_captured_log_prob_is_that_of_transformers(scores, top_k, top_p, min_p, 
     processed = warped(logits, top_k, top_p, min_p, min_p_first).log_softmax(-1)
     token = torch.multinomial(processed.exp(), 1, generator=torch.Generator().manual_seed(seed)).squeeze(-1)
     truncation = Truncation(top_k, top_p, min_p, min_p_first)
-    policy, added = capture_kept(troll.Logits(logits), token, slots, truncation)
+    policy, added = kept_and_added(logits, token, slots, truncation)
     assert not added.any()
     own = processed[0][processed[0] > -torch.inf].sort(descending=True).values
     torch.testing.assert_close(policy.log_prob, processed[0, token], rtol=0, atol=1e-12)
@@ -114,7 +122,7 @@ def test_capture_keeps_any_sampled_token_of_tie(scores, top_k, top_p, min_p, min
     token = data.draw(st.sampled_from([token for token, score in enumerate(scores) if score >= edge]))
     logits = torch.tensor([scores], dtype=torch.float64) / 4
     truncation = Truncation(top_k, top_p, min_p, min_p_first, ties)
-    policy, added = capture_kept(troll.Logits(logits), torch.tensor([token]), slots, truncation)
+    policy, added = kept_and_added(logits, torch.tensor([token]), slots, truncation)
     found = policy.token_ids[0, policy.used[0]].tolist()
     assert not added.any() and found[int(policy.slot)] == token
     assert [scores[each] for each in found] == [scores[each] for each in expected]
@@ -143,7 +151,7 @@ def test_capture_cuts_tie_as_sampler_does(truncation, kept, slots):
     assert found.token_ids[found.used].tolist() == kept
     for token in range(1, 5):
         mass = 0.397 + (len(kept) - 1) * 0.146
-        found, added = capture_kept(troll.Logits(logits), torch.tensor([token]), slots, truncation)
+        found, added = kept_and_added(logits, torch.tensor([token]), slots, truncation)
         assert int(found.used.sum()) == len(kept) and not added.any()
         assert float(found.log_prob.exp()) == pytest.approx(0.146 / mass, rel=1e-6)
 
@@ -177,15 +185,12 @@ def test_capture_truncates_single_position():
     assert old.shape == () and old.token_ids.tolist() == logits.topk(5).indices.tolist()
 
 
-@pytest.mark.parametrize("form", ["padded", "packed", "stacked"])
-def test_cat_pads_truncated_policies(form):
+@pytest.mark.parametrize("stacks", [False, True])
+def test_joining_pads_truncated_policies(stacks):
     wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))
-    if form == "padded":
-        joined = SparsePolicy.cat([narrow, wide])
-    elif form == "packed":
-        joined = PackedPolicy.cat([PackedPolicy.of(narrow), PackedPolicy.of(wide)]).unpack()
-    else:
-        joined = PackedPolicy.stack([*PackedPolicy.of(narrow).unbind(), *PackedPolicy.of(wide).unbind()]).unpack()
+    parts = PackedPolicy.of(narrow), PackedPolicy.of(wide)
+    entries = [entry for part in parts for entry in part.unbind()]
+    joined = (PackedPolicy.stack(entries) if stacks else PackedPolicy.cat(parts)).unpack()
     assert joined.top_k == 7
     assert_identical(joined[2:], wide)
     assert torch.equal(joined.token_ids[:2, :, :2], narrow.token_ids) and bool(

@@ -17,7 +17,7 @@ from tests.troll.trust_region import reference
 from tests.troll.trust_region.cases import FAMILIES, array, pairs, tensor
 from tests.troll.trust_region.policy.policies import assert_identical
 from tests.troll.trust_region.reading.sources import KINDS, Problem
-from troll.trust_region.reading.capture import capture_with_entropy
+from troll.trust_region.reading.capture import captured
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -28,7 +28,8 @@ def test_capture_entropy_is_that_of_vocabulary(family, size, top_k):
     logits, _ = pairs(family, 20, size)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(size, size=20))
     settings = {"top_k": top_k, "mass_threshold": 1e-2}
-    policy, entropy = capture_with_entropy(troll.Logits(tensor(logits)), tokens, **settings)
+    policy, entropy, _ = captured(troll.Logits(tensor(logits)), tokens, **settings, entropy=True)
+    assert entropy is not None
     assert_identical(policy, troll.capture(tensor(logits), tokens, **settings))
     log_probs = log_softmax(logits, axis=-1)
     expected = -xlogy(np.exp(log_probs), np.exp(log_probs)).sum(-1)
@@ -38,8 +39,9 @@ def test_capture_entropy_is_that_of_vocabulary(family, size, top_k):
 def test_capture_entropy_of_broken_rows_is_nan():
     logits = torch.zeros(4, 30)
     logits[1, 7], logits[2, 0], logits[3] = math.nan, math.inf, -math.inf
-    _, entropy = capture_with_entropy(troll.Logits(logits), torch.arange(4), top_k=6, mass_threshold=1e-5)
-    assert entropy.isnan().tolist() == [False, True, True, True]
+    source = troll.Logits(logits)
+    entropy = captured(source, torch.arange(4), top_k=6, mass_threshold=1e-5, entropy=True).entropy
+    assert entropy is not None and entropy.isnan().tolist() == [False, True, True, True]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -124,6 +126,7 @@ def test_capture_refuses_policy_without_sampled_token():
         ("top_k must be an integer of at least 1", {"top_k": 0}),
         ("top_k must be an integer of at least 1", {"top_k": -3}),
         ("top_k must be an integer of at least 1", {"top_k": 2.5}),
+        ("top_k must be an integer of at least 1, got True", {"top_k": True}),
         (r"mass_threshold must be in \[0, 1\)", {"mass_threshold": 1.0}),
         (r"mass_threshold must be in \[0, 1\)", {"mass_threshold": -1e-9}),
         ("mass_threshold must be", {"mass_threshold": math.nan}),
@@ -135,7 +138,7 @@ def test_capture_refuses_policy_without_sampled_token():
         ("token_ids must be integers", {"token_ids": torch.tensor([True, False])}),
         (r"logits must be floating point \(..., V\)", {"source": torch.zeros(2, 0)}),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_capture_refuses_arguments_that_do_not_fit(message, change):
     arguments: dict[str, Any] = {"source": torch.zeros(2, 10), "token_ids": torch.tensor([0, 1])} | change

@@ -16,7 +16,7 @@ from tests.troll.trust_region.matrix_paths import SLICED, run
 from troll import LMHead, Logits
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading import logits as logits_module
-from troll.trust_region.reading.capture import capture_with_entropy
+from troll.trust_region.reading.capture import captured
 
 Group = Any
 
@@ -93,12 +93,13 @@ def refusals(group: Group) -> dict[str, str]:
     return said
 
 
-def entropies(group: Group) -> torch.Tensor:
+def entropies(group: Group) -> torch.Tensor | None:
     """Those of a capture, of a process's slice."""
     case = CASES["flat"]
     logits = torch.from_numpy(case.old).chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
     source = Logits(logits, vocab_group=group)
-    return capture_with_entropy(source, torch.from_numpy(case.tokens), top_k=case.top_k, mass_threshold=0.0)[1]
+    tokens = torch.from_numpy(case.tokens)
+    return captured(source, tokens, top_k=case.top_k, mass_threshold=0.0, entropy=True).entropy
 
 
 def main(rank: int, slices: int, folder: str) -> None:
