@@ -117,7 +117,7 @@ def test_a_plugin_may_register_something_else(recipe, text):
         ("near = 1\n", "{file} registers no surrogate, estimator or task: it must call register_surrogate"),
         (
             PLUGIN.replace('register_surrogate("near"', 'register_surrogate("clip"'),
-            "cannot import {file}: ValueError: surrogate 'clip' is registered already, as TRL's own loss: choose",
+            "cannot import {file}: ValueError: surrogate 'clip' is registered already: choose another name",
         ),
     ],
     ids=["missing", "syntax", "import", "raises", "exits", "registers nothing", "name of another"],

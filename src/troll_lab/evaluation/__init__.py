@@ -1,6 +1,6 @@
 """Evaluating a model on tasks: the command `troll eval`, and the estimates that it reports.
 
-The estimates need only Python. The other names are imported when they are first used: they need the extras `trl` and
+The estimates need no extra. The other names are imported when they are first used: they need the extras `trl` and
 `tasks`.
 """
 

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from troll.settings import check_fields, number
 from troll_lab.tasks import TaskConfig
-from troll_lab.terminal import UsageError
-
-BACKENDS = ("auto", "vllm", "transformers")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from troll_lab.terminal import UsageError, raised_as
 
 
 class EvaluationError(UsageError):
@@ -51,32 +49,28 @@ class EvaluationConfig:
 
     model: str
     tasks: Sequence[TaskConfig]
-    samples: int = 1
+    samples: int = number(1, "an integer, at least 1")
     ks: Sequence[int] | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int | None = None
-    batch_size: int | None = None
-    backend: str = "auto"
+    temperature: float | None = number(None, "finite and at least 0")
+    top_p: float = number(1.0, "in (0, 1]")
+    top_k: int = number(0, "an integer, at least 0")
+    max_new_tokens: int | None = number(None, "an integer, at least 1")
+    batch_size: int | None = number(None, "an integer, at least 1")
+    backend: Literal["auto", "vllm", "transformers"] = "auto"
     seed: int = 0
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model_revision: str | None = None
     trust_remote_code: bool = False
     output_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("samples", "max_new_tokens", "batch_size"):
-            _require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
-        _require(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)", self.top_k)
-        temperature = self.resolved_temperature
-        _require(0 <= temperature < float("inf"), "temperature", "at least 0 and finite", temperature)
-        _require(self.backend in BACKENDS, "backend", "one of " + ", ".join(BACKENDS), self.backend)
-        _require(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES), self.dtype)
+        with raised_as(EvaluationError):
+            check_fields(self)
         for k in self.resolved_ks:
-            _require(1 <= k <= self.samples, "k", f"between 1 and samples={self.samples}", k)
+            if not 1 <= k <= self.samples:
+                raise EvaluationError(f"k must be between 1 and samples={self.samples}, got {k}")
+        temperature = self.resolved_temperature
         if temperature == 0 and self.samples > 1:
             raise EvaluationError(
                 f"temperature 0 gives the same completion {self.samples} times: use samples=1, or a temperature above 0"
@@ -112,8 +106,3 @@ class EvaluationConfig:
 def slug(name: str) -> str:
     """A name with only characters that a file's name may have."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-")
-
-
-def _require(holds: bool, name: str, what: str, value: object) -> None:
-    if not holds:
-        raise EvaluationError(f"{name} must be {what}, got {value}")

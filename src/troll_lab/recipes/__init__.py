@@ -10,7 +10,8 @@ A setting in a field with a dictionary is `field.name` on the command line and i
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
 
 Values are read as YAML 1.2 reads them, in recipes and on the command line: `1e-5`, `.5` and `+1e-3` are numbers, `no`
-is a text, and a dictionary may be written `{top_p: .9}` or as JSON. A key that occurs twice is an error.
+is a text, and a field's dictionary may be written `{top_p: .9}` or as JSON. On the command line, a list or a dictionary
+inside another one is JSON. A key that occurs twice is an error.
 
 `use_vllm: true` in a recipe applies where vLLM is installed and there is a GPU. Elsewhere transformers generates,
 `generation_chunk_size` completions at a time; the command says so, and the run's settings have `use_vllm: false`. With

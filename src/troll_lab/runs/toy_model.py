@@ -50,7 +50,8 @@ class WarmUp:
 
     Attributes:
         target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1), in the
-            mean over `test_size` questions that it does not learn from, reaches this; None for `max_steps` always.
+            mean over `test_size` questions that it does not learn from, reaches this, in (0, 1]; None for `max_steps`
+            always.
         max_steps: Warm-up ends after this many steps at the latest.
         batch_size: The questions of a step.
         learning_rate: The learning rate, constant between a linear rise and a linear fall.
@@ -65,7 +66,7 @@ class WarmUp:
         task_options: Options of the task that differ in the warm-up, e.g. `{"max_terms": 2}` for shorter questions.
     """
 
-    target_success: float | None = 0.3
+    target_success: float | None = number(0.3, "in (0, 1]")
     max_steps: int = number(2000, "an integer, at least 1")
     batch_size: int = number(32, "an integer, at least 1")
     learning_rate: float = number(1e-3, "finite and above 0")
@@ -129,8 +130,6 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
         )
     with raised_as(TaskError):
         warm_up = parse(WarmUp, task_config.warm_up, "warm_up", "the toy model")
-    if not isinstance(warm_up.task_options, dict):
-        raise TaskError(f"warm_up: task_options must be a mapping, got {warm_up.task_options!r}")
     tokenizer = character_tokenizer()
     config = model_config(tokenizer, name)
     settings = asdict(warm_up)

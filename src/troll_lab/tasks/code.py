@@ -5,27 +5,15 @@ from __future__ import annotations
 import ast
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from troll.settings import number
 from troll_lab.rewards.code import GVISOR, CodeGrader, passed_fraction
 from troll_lab.rewards.demands import PACKAGES, borrowed_packages, needs_plain
 from troll_lab.rewards.tests import parse_tests
-from troll_lab.tasks.dataset_task import (
-    FLAG,
-    NUMBER,
-    TEXT,
-    TEXTS,
-    Example,
-    Options,
-    PromptStyle,
-    Read,
-    dataset_task,
-    one_of,
-    take_shaping,
-    without,
-)
+from troll_lab.tasks.dataset_task import DatasetOptions, Example, PromptStyle, Read, dataset_task, without
 from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.rows import Column, Row, Rows
 from troll_lab.tasks.splits import Source
@@ -52,63 +40,85 @@ _IS_PLAIN = "run in the program's own process, where it can fake its verdict"
 _EURUS = "Write Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
 
 
-def load_code(
-    config: TaskConfig,
-    source: Source,
-    *,
-    read: Read,
-    style: PromptStyle,
-) -> Task:
-    """Loads a task whose examples have the column `tests`, for `troll_lab.rewards.code.CodeGrader`.
+@dataclass(frozen=True)
+class CodeOptions(DatasetOptions):
+    """The options of a task of code; docs/tasks.md says more of them.
 
-    docs/tasks.md describes its options: those of `CodeGrader`, `compare` and `plain_tests` (see `_Running`), `overlong`
-    of `take_shaping`, and those of `dataset_task`.
+    Attributes:
+        partial_credit: Whether the reward is the fraction of the tests that pass, and `success` is only logged.
+        cpu_seconds: As in `Limits`; None for its default.
+        memory_mb: The address space of a program in MiB; None for the default of `Limits`.
+        packages: As in `CodeGrader`.
+        run_without_isolation: As in `CodeGrader`.
+        sandbox: As in `CodeGrader`.
+        compare: How printed text is compared unless the tests say it.
+        plain_tests: Which tests of functions run in the program's process.
+    """
+
+    partial_credit: bool = False
+    cpu_seconds: float | None = number(None, "finite and above 0")
+    memory_mb: float | None = number(None, "finite and above 0")
+    packages: list[str] = field(default_factory=list)
+    run_without_isolation: bool = False
+    sandbox: str | None = None
+    compare: Literal["tokens", "numbers"] = "tokens"
+    plain_tests: Literal["stated", "never", "needed", "always"] = "stated"
+
+
+def load_code(config: TaskConfig, source: Source, *, read: Read, style: PromptStyle) -> Task:
+    """Loads a task whose examples have the column `tests`, with the options of `CodeOptions`.
 
     Warns about rows whose tests need the program's process or run there, and about rows whose tests take a package's
-    name from the program. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is
-    logged.
+    name from the program.
 
     Raises:
         TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,
             or a row lacks a column that is read.
     """
-    options = Options(config)
-    partial_credit = options.take("partial_credit", FLAG, False)
-    settings = _take_settings(options)
-    running = _Running(options, on_server=settings["sandbox"] not in (None, GVISOR))
-    shaping = take_shaping(options, answer_format=None)
-
-    def rewards() -> Iterator[tuple[Reward, float]]:  # begins when all options have been checked
-        try:
-            grader = CodeGrader(**settings)
-        except (SandboxError, ValueError) as error:
-            raise TaskError(str(error)) from error
-        yield grader, 0.0 if partial_credit else 1.0
-        if partial_credit:
-            yield passed_fraction(grader), 1.0
-        yield from shaping
-
+    options = config.read_options(CodeOptions)
+    running, grader = _Running(options), _grader(options)
+    rewards: list[tuple[Reward, float]] = [(grader, 0.0 if options.partial_credit else 1.0)]
+    if options.partial_credit:
+        rewards.append((passed_fraction(grader), 1.0))
     task = dataset_task(
         config,
         source,
         options,
         read=lambda row: running.example(row, read(row)),
         style=style,
-        rewards=rewards(),
+        rewards=rewards,
     )
     running.warn()
     return task
 
 
+def _grader(options: CodeOptions) -> CodeGrader:
+    try:
+        limits = Limits(
+            cpu_seconds=options.cpu_seconds or Limits.cpu_seconds,
+            memory_bytes=int(options.memory_mb * MEBIBYTE) if options.memory_mb else Limits.memory_bytes,
+        )
+    except (ValueError, OverflowError) as error:  # OverflowError: more bytes than a float can count
+        raise TaskError(f"task options cpu_seconds and memory_mb: {error}") from error
+    try:
+        return CodeGrader(
+            limits=limits,
+            packages=options.packages,
+            run_without_isolation=options.run_without_isolation,
+            sandbox=options.sandbox,
+        )
+    except (SandboxError, ValueError) as error:
+        raise TaskError(str(error)) from error
+
+
 class _Running:
     """How the options say to run the tests of a data set, and the warnings about that."""
 
-    def __init__(self, options: Options, on_server: bool) -> None:
-        self._compare = options.take("compare", one_of(("tokens", "numbers")), "tokens")
-        self._plain = options.take("plain_tests", one_of(("stated", "never", "needed", "always")), "stated")
-        if on_server and self._plain != "stated":
+    def __init__(self, options: CodeOptions) -> None:
+        self._compare, self._plain = options.compare, options.plain_tests
+        self._on_server = options.sandbox not in (None, GVISOR)
+        if self._on_server and self._plain != "stated":
             raise TaskError("leave out plain_tests: on a server all tests of functions run in the program's process")
-        self._on_server = on_server
         self._noted: dict[str, list[str]] = defaultdict(list)
 
     def example(self, row: Row, example: Example) -> Example:
@@ -316,25 +326,6 @@ def _asserts(row: Row) -> list[str]:
 
 def _lines(value: str | list[str]) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
-
-
-def _take_settings(options: Options) -> dict[str, Any]:
-    """Takes the options that are arguments of `CodeGrader`."""
-    limits: dict[str, Any] = {}
-    if (cpu_seconds := options.take("cpu_seconds", NUMBER)) is not None:
-        limits["cpu_seconds"] = cpu_seconds
-    if (memory_mb := options.take("memory_mb", NUMBER)) is not None:
-        limits["memory_bytes"] = int(memory_mb * MEBIBYTE)
-    try:
-        checked = Limits(**limits)
-    except ValueError as error:
-        raise TaskError(f"task options cpu_seconds and memory_mb: {error}") from error
-    return {
-        "limits": checked,
-        "packages": options.take("packages", TEXTS, []),
-        "run_without_isolation": options.take("run_without_isolation", FLAG, False),
-        "sandbox": options.take("sandbox", TEXT),
-    }
 
 
 def _as_published(rows: Rows) -> tuple[list[int], list[int]] | None:

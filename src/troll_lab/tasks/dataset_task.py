@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from troll_lab.rewards.answers import AnswerFormat, FormatReward
+from troll.settings import number
 from troll_lab.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
 from troll_lab.tasks.rows import Column, Row, Rows, UnfitColumn
 from troll_lab.tasks.splits import Source, read_splits
@@ -21,104 +21,61 @@ _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The kind of value that an option takes.
+class ColumnOptions:
+    """The option of every task with a data set.
 
     Attributes:
-        words: The end of the sentence "it must be ...".
-        fits: Whether a value is of this kind.
+        columns: The names of the data's columns, by the task's names for them.
     """
 
-    words: str
-    fits: Callable[[Any], bool]
+    columns: dict[str, str] = field(default_factory=dict)
 
-    def checked(self, name: str, value: Any) -> Any:
-        """Returns the value of an option; raises TaskError if it is not of this kind."""
-        if not self.fits(value):
-            raise TaskError(f"task option {name} must be {self.words}, got {value!r}")
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    def columns_of(self, source: Source) -> dict[str, Column]:
+        """The columns to read; raises TaskError if the option names one that the task does not read."""
+        for name in self.columns:
+            if name not in source.columns:
+                raise TaskError(f"task option columns: no column {name!r} is read, only {', '.join(source.columns)}")
+        return {**source.columns, **{name: Column((given,)) for name, given in self.columns.items()}}
 
 
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(each, str) for each in values)
+@dataclass(frozen=True)
+class Overlong:
+    """The option `overlong`: DAPO's soft punishment of long completions.
 
-
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-NUMBER = Kind("a number above 0", _is_number)
-TEXTS = Kind("a list of texts", _are_texts)
-PAIRS = Kind(
-    'a list of pairs of texts, such as [["3 + 4 =", "7"]]',
-    lambda value: isinstance(value, list) and all(_are_texts(each) and len(each) == 2 for each in value),
-)
-COLUMNS = Kind(
-    "a mapping of names, such as {prompt: question, answer: solution}",
-    lambda value: isinstance(value, dict) and _are_texts(list(value.values())),
-)
-OVERLONG = Kind(
-    "a mapping with length and cache, two numbers above 0 of which cache is the smaller one",
-    lambda value: (
-        isinstance(value, dict)
-        and sorted(value) == ["cache", "length"]
-        and all(map(_is_number, value.values()))
-        and value["cache"] < value["length"]
-    ),
-)
-
-
-def one_of(choices: Sequence[str]) -> Kind:
-    """One of several texts."""
-    return Kind(f"one of {', '.join(choices)}", lambda value: value in choices)
-
-
-def whole_number(least: int = 1) -> Kind:
-    """A whole number of at least `least`."""
-    return Kind(
-        f"a whole number of at least {least}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
-    )
-
-
-class Options:
-    """Reads `task_options`, one by one; options that are left over are errors.
-
-    Args:
-        config: The task's configuration, with its `task_options`.
+    Attributes:
+        length: The number of tokens from which on the reward is -1.
+        cache: The tokens before, over which the reward falls from 0.
     """
 
-    def __init__(self, config: TaskConfig) -> None:
-        self._task = config.task
-        self._given = config.options
-        self._known: list[str] = []
+    length: int = number(0, "an integer, at least 1")  # 0 stands for a number that is missing
+    cache: int = number(0, "an integer, at least 1")
 
-    def take(self, name: str, kind: Kind, default: Any = None) -> Any:
-        """Takes an option, or its default; raises TaskError if it is not of its kind."""
-        self._known.append(name)
-        value = self._given.pop(name, default)
-        return value if value is default else kind.checked(name, value)
+    def __post_init__(self) -> None:
+        if not 0 < self.cache < self.length:
+            raise TaskError(f"task option overlong must have a length and a smaller cache, got {asdict(self)}")
 
-    def columns(self, defaults: Mapping[str, Column]) -> dict[str, Column]:
-        """Takes `columns`, the names of the data's columns for the task's fields."""
-        given = self.take("columns", COLUMNS, {})
-        for name in given:
-            if name not in defaults:
-                raise TaskError(f"task {self._task!r} reads no column {name!r}; it reads {', '.join(defaults)}")
-        return {name: Column((given[name],)) if name in given else defaults[name] for name in defaults}
 
-    @property
-    def left(self) -> dict[str, Any]:
-        """The options that were not taken."""
-        return dict(self._given)
+@dataclass(frozen=True)
+class DatasetOptions(ColumnOptions):
+    """The options of `dataset_task`.
 
-    def finish(self) -> None:
-        """Refuses options that were not taken."""
-        for name in self._given:
-            known = f"it has {', '.join(self._known)}" if self._known else "it takes none"
-            raise TaskError(f"task {self._task!r} has no option {name!r}; {known}")
+    Attributes:
+        prompt: One template for plain texts and messages, with `{question}`; None for the task's own.
+        system_prompt: As in `Task`.
+        examples: As in `Task`.
+        skip_unanswered: Whether rows that lack something are left out; otherwise they are an error.
+        overlong: A punishment of long completions, as a further reward; None for none.
+    """
+
+    prompt: str | None = None
+    system_prompt: str | None = None
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    skip_unanswered: bool = False
+    overlong: Overlong | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and "{question}" not in self.prompt:
+            raise TaskError(f"task option prompt must have the placeholder {{question}}, got {self.prompt!r}")
 
 
 @dataclass(frozen=True)
@@ -162,45 +119,37 @@ class PromptStyle:
 def dataset_task(
     config: TaskConfig,
     source: Source,
-    options: Options,
+    options: DatasetOptions,
     *,
     read: Read,
     style: PromptStyle,
-    rewards: Iterable[tuple[Reward, float]],
-    skip_unanswered: bool = False,
+    rewards: Sequence[tuple[Reward, float]],
 ) -> Task:
     """Makes a task from a data set.
 
-    It takes the options `prompt` (one template for plain texts and messages), `system_prompt`, `examples`, `columns`
-    and `skip_unanswered`, and refuses the others. Training rows with a held-out question are dropped, regardless of
-    spacing, and so are rows that repeat another one in every column that is read.
+    Training rows with a held-out question are dropped, regardless of spacing, and so are rows that repeat another one
+    in every column that is read.
 
     Args:
         config: The path of the data, and the sizes.
         source: The data set, with the columns to read unless the option names others.
-        options: The options of the task, without those that the caller has taken.
+        options: The options of the task.
         read: A function that returns a row's example; raises TaskError if the row lacks something.
         style: The templates of prompts, unless the option `prompt` is set.
-        rewards: The rewards, each with its weight; the first is named `success`. They are made after the options are
-            checked.
-        skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
+        rewards: The rewards, each with its weight; the first is named `success`.
 
     Returns:
         The task. Its data sets have the column `prompt`, the columns of the examples, and `chat_prompt` if it differs.
 
     Raises:
-        TaskError: If an option is unknown or unusable, the data cannot be reached or read, or a row lacks something
-            that is read.
+        TaskError: If a column is unknown, the data cannot be reached or read, or a row lacks something that is read.
     """
-    template = options.take("prompt", TEXT)
-    if template is not None and "{question}" not in template:
-        raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
-    style = style if template is None else replace(style, plain=template, chat=None)
-    system_prompt, examples = options.take("system_prompt", TEXT), options.take("examples", PAIRS, [])
-    columns = options.columns(source.columns)
-    skip_unanswered = options.take("skip_unanswered", FLAG, skip_unanswered)
-    options.finish()
-    weighted = list(rewards)
+    style = style if options.prompt is None else replace(style, plain=options.prompt, chat=None)
+    columns, skip_unanswered = options.columns_of(source), options.skip_unanswered
+    if options.overlong is not None:
+        from trl.rewards import get_soft_overlong_punishment
+
+        rewards = [*rewards, (get_soft_overlong_punishment(options.overlong.length, options.overlong.cache), 1.0)]
     train, test = read_splits(config, source)
     held_out = _examples(test, columns, read, skip_unanswered)
     # All held-out rows, not only those that are evaluated: a larger eval_size must not find training rows.
@@ -211,41 +160,15 @@ def dataset_task(
         name=config.task,
         train_dataset=_dataset(learned, style) if learned else eval_dataset.select([]),
         eval_dataset=eval_dataset,
-        reward_funcs=[reward for reward, _ in weighted],
-        reward_weights=[weight for _, weight in weighted] if len(weighted) > 1 else None,
-        system_prompt=system_prompt,
-        examples=[(first, second) for first, second in examples],
+        reward_funcs=[reward for reward, _ in rewards],
+        reward_weights=[weight for _, weight in rewards] if len(rewards) > 1 else None,
+        system_prompt=options.system_prompt,
+        examples=options.examples,
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
         references=[example.reference for example in (*learned, *held_out[: config.eval_size])],
         hub_dataset=None if config.dataset_path or source.path else source.name,
     )
-
-
-def take_shaping(options: Options, answer_format: AnswerFormat | None) -> list[tuple[Reward, float]]:
-    """Takes the options that shape the form of a completion.
-
-    `format_reward` is the weight of a reward of 1 for an answer in the required format. `overlong` is DAPO's soft
-    punishment of long completions, in tokens: 0 up to `length - cache`, falling to -1 at `length`.
-
-    Args:
-        options: The options of the task.
-        answer_format: The required format; None for a task without one, which has no `format_reward`.
-
-    Returns:
-        The rewards, each with its weight.
-
-    Raises:
-        TaskError: If an option is unusable.
-    """
-    rewards: list[tuple[Reward, float]] = []
-    if answer_format is not None and (weight := options.take("format_reward", NUMBER)) is not None:
-        rewards.append((FormatReward(answer_format), weight))
-    if (overlong := options.take("overlong", OVERLONG)) is not None:
-        from trl.rewards import get_soft_overlong_punishment
-
-        rewards.append((get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])), 1.0))
-    return rewards
 
 
 def without(text: str, *instructions: str) -> str:

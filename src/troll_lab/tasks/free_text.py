@@ -6,19 +6,19 @@ import pydoc_data.topics
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from troll.grading import completion_text
+from troll.settings import number
 from troll_lab.rewards.style import Style
-from troll_lab.tasks.dataset_task import Options, whole_number
 from troll_lab.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.splits import Split, sixteenth
 
 NAME = "free_text"
-DEFAULT_PROMPT_WORDS = 4
 
 # The sixteenths of the paragraphs in each split: a language model needs most of them to learn to write.
 SIXTEENTHS: dict[Split, range] = {"eval": range(2), "train": range(2, 5), "warmup": range(5, 16)}
@@ -27,6 +27,21 @@ SIXTEENTHS: dict[Split, range] = {"eval": range(2), "train": range(2, 5), "warmu
 _PROSE = re.compile(r"[\"'(]?[A-Z][^|{}<>]*[.:]")
 _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[\"'(]?[A-Z])")
 _LEAST_WORDS = 12
+
+
+@dataclass(frozen=True)
+class FreeTextOptions:
+    """The options of the task.
+
+    Attributes:
+        words: As in `Style`.
+        tolerance: As in `Style`.
+        prompt_words: The number of words of a sentence that the model is given.
+    """
+
+    words: int = number(Style.words, "an integer, at least 1")
+    tolerance: int = number(Style.tolerance, "an integer, at least 0")
+    prompt_words: int = number(4, "an integer, at least 1")
 
 
 @register_task(NAME, about="Beginnings of sentences, each to be continued as one sentence in a style.")
@@ -38,31 +53,24 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     little between versions of Python.
 
     There are two rewards: `success` is 1.0 if all requirements of the style are met, and `style` is a graded score (see
-    `troll_lab.rewards.style.Style`). The options are the fields of `Style`, and `prompt_words`, the number of words of
-    a sentence that the model is given.
+    `troll_lab.rewards.style.Style`). The options are those of `FreeTextOptions`.
 
     Raises:
         TaskError: If an option is unknown or out of its range, or `dataset_path` is given.
     """
     if config.dataset_path is not None:
         raise TaskError(f"task {NAME!r} has its own text: remove dataset_path={config.dataset_path}")
-    options = Options(config)
-    style = Style(
-        options.take("words", whole_number(1), Style.words),
-        options.take("tolerance", whole_number(0), Style.tolerance),
-    )
-    prompt_words = options.take("prompt_words", whole_number(1), DEFAULT_PROMPT_WORDS)
-    options.finish()
-    held_out = _beginnings(paragraphs("eval"), prompt_words)
+    options = config.read_options(FreeTextOptions)
+    held_out = _beginnings(paragraphs("eval"), options.prompt_words)
     # All held-out prompts, not only those that are evaluated: a larger eval_size must not find training prompts.
     not_learned = set(held_out)
-    train = [prompt for prompt in _beginnings(paragraphs("train"), prompt_words) if prompt not in not_learned]
+    train = [prompt for prompt in _beginnings(paragraphs("train"), options.prompt_words) if prompt not in not_learned]
     return Task(
         name=config.task,
         train_dataset=Dataset.from_dict({"prompt": train[: config.train_size]}),
         eval_dataset=Dataset.from_dict({"prompt": held_out[: config.eval_size]}),
         held_out_questions=not_learned,
-        reward_funcs=_rewards(style),
+        reward_funcs=_rewards(Style(options.words, options.tolerance)),
     )
 
 

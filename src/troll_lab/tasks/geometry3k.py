@@ -8,7 +8,7 @@ from datasets import Dataset, Features, Image, List, Value
 
 from troll_lab.rewards.answers import INSTRUCTIONS
 from troll_lab.rewards.mathematics import MathGrader
-from troll_lab.tasks.dataset_task import Options
+from troll_lab.tasks.dataset_task import ColumnOptions
 from troll_lab.tasks.mathematics import check_math_verify
 from troll_lab.tasks.registry import Task, TaskConfig, register_task, spaced_once
 from troll_lab.tasks.rows import Column, Rows
@@ -33,9 +33,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
         TaskError: If the data cannot be reached or read, or a row lacks its images, its problem or its answer.
     """
     check_math_verify()
-    options = Options(config)
-    columns = options.columns(_SOURCE.columns)
-    options.finish()
+    columns = config.read_options(ColumnOptions).columns_of(_SOURCE)
     train, test = read_splits(config, _SOURCE)
     held_out, asked = _to_prompts(test, columns)
     first = train.select(range(len(train))[: config.train_size])

@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset
 
 from troll.grading import TAKEN, clash
-from troll.settings import did_you_mean
-from troll_lab.rewards.answers import INSTRUCTIONS
+from troll.settings import parse
+from troll_lab.rewards.answers import INSTRUCTIONS, AnswerFormat
 from troll_lab.rewards.preference import load_reward_model
 from troll_lab.tasks.code import load_tested
-from troll_lab.tasks.dataset_task import Example, Options, PromptStyle, dataset_task, one_of
+from troll_lab.tasks.dataset_task import DatasetOptions, Example, PromptStyle, dataset_task
 from troll_lab.tasks.mathematics import load_mathematics
 from troll_lab.tasks.registry import (
     CHAT_PROMPT,
@@ -32,23 +32,37 @@ from troll_lab.tasks.registry import (
 )
 from troll_lab.tasks.rows import Column, Row
 from troll_lab.tasks.splits import SUFFIXES, Source
-from troll_lab.terminal import UsageError
+from troll_lab.terminal import UsageError, raised_as
 from troll_lab.user_files import import_file, load_function
 from troll_lab.values import read_yaml
 
-# The fields of a YAML file, and their types.
-_FIELDS: dict[str, type] = {
-    "dataset": str,
-    "eval_dataset": str,
-    "dataset_config": str,
-    "train_split": str,
-    "eval_split": str,
-    "columns": dict,
-    "reward": str,
-    "task_options": dict,
-}
 # The library's rewards in a YAML file: the column that each needs next to the prompt, and its loader.
 _REWARDS = {"math": ("answer", load_mathematics), "code": ("tests", load_tested)}
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """The fields of a YAML file, which docs/tasks.md describes; empty ones are left out."""
+
+    dataset: str = ""
+    eval_dataset: str = ""
+    dataset_config: str = ""
+    train_split: str = ""
+    eval_split: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    reward: str = ""
+    task_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardedOptions(DatasetOptions):
+    """The options of a YAML file with a reward of its own.
+
+    Attributes:
+        answer_format: The form in which prompts ask for an answer, which the reward reads by itself.
+    """
+
+    answer_format: Literal["none", AnswerFormat] = "none"
 
 
 def load_task(config: TaskConfig, *, conversational: bool = False, for_training: bool = False) -> Task:
@@ -191,15 +205,14 @@ def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
 
 
 def _load_yaml(path: Path, config: TaskConfig) -> Task:
-    fields = _yaml_fields(path)
-    source = _yaml_source(path, fields)
-    config = replace(config, task_options={**fields.get("task_options", {}), **config.options})
-    reward = fields["reward"]
+    given = _yaml_fields(path)
+    source = _yaml_source(path, given)
+    config, reward = replace(config, task_options=given.task_options | config.options), given.reward
     if reward in _REWARDS:
         answer, load = _REWARDS[reward]
         if set(source.columns) != {"prompt", answer}:
-            given = ", ".join(source.columns)
-            raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {given}")
+            names = ", ".join(source.columns)
+            raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {names}")
         return replace(load(config, source), files=[path])
     function, file = load_function(reward, path.parent, f"{path}: reward", *_REWARDS)
     task = _load_rewarded(config, source, function)
@@ -208,9 +221,8 @@ def _load_yaml(path: Path, config: TaskConfig) -> Task:
 
 def _load_rewarded(config: TaskConfig, source: Source, reward: RewardFunc) -> Task:
     """A task whose reward gets all columns except the prompt, as text, under the names of the YAML file."""
-    options = Options(config)
-    instructions = {"none": ""} | INSTRUCTIONS
-    instruction = instructions[options.take("answer_format", one_of(list(instructions)), "none")]
+    options = config.read_options(RewardedOptions)
+    instruction = "" if options.answer_format == "none" else INSTRUCTIONS[options.answer_format]
     template = "{question}\n{instruction}" if instruction else "{question}"
 
     def read(row: Row) -> Example:
@@ -226,49 +238,40 @@ def _load_rewarded(config: TaskConfig, source: Source, reward: RewardFunc) -> Ta
     )
 
 
-def _yaml_fields(path: Path) -> dict[str, Any]:
-    try:
-        fields = read_yaml(path)
-    except ValueError as error:
-        raise TaskError(str(error)) from error
-    for name, value in fields.items():
-        if name not in _FIELDS:
-            hint = did_you_mean(str(name), _FIELDS) or f"; it has {', '.join(_FIELDS)}"
-            raise TaskError(f"{path}: unknown field {name!r}{hint}")
-        if not isinstance(value, _FIELDS[name]):
-            kind = "a mapping" if _FIELDS[name] is dict else "a text"
-            raise TaskError(f"{path}: {name} must be {kind}, got {value!r}")
+def _yaml_fields(path: Path) -> TaskFile:
+    with raised_as(TaskError):
+        given = parse(TaskFile, read_yaml(path), str(path), "the task")
     for name in ("dataset", "columns", "reward"):
-        if name not in fields:
+        if not getattr(given, name):
             raise TaskError(f"{path}: field {name!r} is missing")
-    columns = fields["columns"]
-    if "prompt" not in columns or not all(isinstance(each, str) for pair in columns.items() for each in pair):
+    columns = given.columns
+    if "prompt" not in columns:
         raise TaskError(f"{path}: columns must name the data's columns, such as {{prompt: question, answer: solution}}")
     if taken := [name for name in (*TAKEN, "completion") if name in columns]:  # TRL keeps `completion` to itself
         raise TaskError(
             f"{path}: columns: a reward cannot get a column under the name {taken[0]!r}, which TRL uses for something "
             f"else: choose another, such as gold: {columns[taken[0]]}"
         )
-    return fields
+    return given
 
 
-def _yaml_source(path: Path, fields: dict[str, Any]) -> Source:
-    local = path.parent / Path(fields["dataset"]).expanduser()
-    held_out = path.parent / Path(fields["eval_dataset"]).expanduser() if "eval_dataset" in fields else None
+def _yaml_source(path: Path, given: TaskFile) -> Source:
+    local = path.parent / Path(given.dataset).expanduser()
+    held_out = path.parent / Path(given.eval_dataset).expanduser() if given.eval_dataset else None
     if not local.exists():
         if held_out is not None:
             raise TaskError(f"{path}: eval_dataset needs a local dataset, and there is no {local}")
-        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in SUFFIXES:
+        if given.dataset.count("/") != 1 or Path(given.dataset).suffix in SUFFIXES:
             raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
-    elif unused := [name for name in ("dataset_config", "train_split", "eval_split") if name in fields]:
+    elif unused := [name for name in ("dataset_config", "train_split", "eval_split") if getattr(given, name)]:
         raise TaskError(f"{path}: {unused[0]} is of a data set on the hub, and {local} is local: leave it out")
     return Source(
-        fields["dataset"],
-        {name: Column((column,)) for name, column in fields["columns"].items()},
-        fields.get("dataset_config"),
-        train=fields.get("train_split", "train"),
-        held_out=fields.get("eval_split", "test"),
-        needs_held_out="eval_split" in fields,
+        given.dataset,
+        {name: Column((column,)) for name, column in given.columns.items()},
+        given.dataset_config or None,
+        train=given.train_split or "train",
+        held_out=given.eval_split or "test",
+        needs_held_out=bool(given.eval_split),
         path=local if local.exists() else None,
         held_out_path=held_out,
     )

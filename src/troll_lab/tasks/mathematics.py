@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from troll_lab.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
+from troll.settings import number
+from troll_lab.rewards.answers import INSTRUCTIONS, AnswerFormat, FormatReward, final_answer
 from troll_lab.rewards.mathematics import MathGrader
 from troll_lab.rewards.mathematics.texts import PLAIN_NUMBER
-from troll_lab.tasks.dataset_task import (
-    FLAG,
-    Example,
-    Options,
-    PromptStyle,
-    dataset_task,
-    one_of,
-    take_shaping,
-    without,
-)
-from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
+from troll_lab.tasks.dataset_task import DatasetOptions, Example, PromptStyle, dataset_task, without
+from troll_lab.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.rows import Column, Row
 from troll_lab.tasks.splits import Source
 
@@ -40,6 +33,21 @@ _DAPO = (
     'Remember to put your answer on its own line after "Answer:".',
 )
 _EURUS = (r"Present the answer in LaTex format: \boxed{Your answer}",)
+
+
+@dataclass(frozen=True)
+class MathOptions(DatasetOptions):
+    """The options of a task of mathematics.
+
+    Attributes:
+        answer_format: How answers are asked for and read.
+        positive_symbols: Whether symbols stand for positive numbers, as in physics.
+        format_reward: The weight of a reward of 1 for any answer in the format; None for no such reward.
+    """
+
+    answer_format: AnswerFormat = "boxed"
+    positive_symbols: bool = False
+    format_reward: float | None = number(None, "finite and above 0")
 
 
 def mathematics(name: str, about: str, source: Source, **settings: Any) -> None:
@@ -64,13 +72,9 @@ def load_mathematics(
     *,
     gold: Callable[[str], str] | None = None,
     instructions: tuple[str, ...] = (),
-    skip_unanswered: bool = False,
-    positive_symbols: bool = False,
+    **defaults: Any,
 ) -> Task:
-    r"""Loads a task of mathematics.
-
-    Its options are `answer_format` (`boxed`, `hash` or `tag`), `positive_symbols`, those of `take_shaping`, and those
-    of `dataset_task`.
+    r"""Loads a task of mathematics, with the options of `MathOptions`.
 
     Args:
         config: The options, the sizes, and local data to take instead of the source.
@@ -78,8 +82,7 @@ def load_mathematics(
         gold: A function that extracts the answer from the text of its column, and raises ValueError if there is none;
             by default `boxed_or_whole`.
         instructions: Sentences about the form of the answer, which are removed from questions.
-        skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
-        positive_symbols: Whether symbols stand for positive numbers by default, as in physics.
+        **defaults: The task's own defaults of options.
 
     Returns:
         The task. Its data sets have the columns `prompt` and `answer` (only the answer).
@@ -89,10 +92,11 @@ def load_mathematics(
             row lacks its question or its answer.
     """
     check_math_verify()
-    options = Options(config)
-    answer_format: AnswerFormat = options.take("answer_format", one_of(list(INSTRUCTIONS)), "boxed")
-    positive_symbols = options.take("positive_symbols", FLAG, positive_symbols)
-    shaping = take_shaping(options, answer_format)
+    options = config.read_options(MathOptions, **defaults)
+    grader = MathGrader(options.answer_format, positive_symbols=options.positive_symbols)
+    rewards: list[tuple[Reward, float]] = [(grader, 1.0)]
+    if options.format_reward is not None:
+        rewards.append((FormatReward(options.answer_format), options.format_reward))
 
     def read(row: Row) -> Example:
         question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
@@ -109,9 +113,8 @@ def load_mathematics(
         source,
         options,
         read=read,
-        style=PromptStyle(_TEMPLATE, INSTRUCTIONS[answer_format]),
-        rewards=[(MathGrader(answer_format, positive_symbols=positive_symbols), 1.0), *shaping],
-        skip_unanswered=skip_unanswered,
+        style=PromptStyle(_TEMPLATE, INSTRUCTIONS[options.answer_format]),
+        rewards=rewards,
     )
 
 

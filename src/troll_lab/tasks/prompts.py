@@ -1,6 +1,6 @@
 """Prompts without answers: a reward model scores the completions."""
 
-from troll_lab.tasks.dataset_task import Example, Options, PromptStyle, dataset_task
+from troll_lab.tasks.dataset_task import DatasetOptions, Example, PromptStyle, dataset_task
 from troll_lab.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.rows import Column
 from troll_lab.tasks.splits import Source
@@ -23,7 +23,7 @@ def load(config: TaskConfig, hub_name: str) -> Task:
     return dataset_task(
         config,
         Source(hub_name, {"prompt": Column(("prompt",))}),
-        Options(config),
+        config.read_options(DatasetOptions),
         read=lambda row: Example(row.text("prompt"), {}),
         style=PromptStyle("{question}"),
         rewards=[],

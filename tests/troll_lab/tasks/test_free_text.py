@@ -38,9 +38,12 @@ def test_paragraphs_of_splits_differ_and_are_prose():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"task_options": {"length": 3}}, "has no option 'length'; it has words, tolerance, prompt_words"),
-        ({"task_options": {"words": 0}}, "task option words must be a whole number of at least 1, got 0"),
-        ({"task_options": {"prompt_words": "x"}}, "prompt_words must be a whole number of at least 1, got 'x'"),
+        ({"task_options": {"length": 3}}, "has no setting 'length'; it has words, tolerance, prompt_words"),
+        ({"task_options": {"words": 0}}, "words of task 'free_text' must be an integer, at least 1, got 0"),
+        (
+            {"task_options": {"prompt_words": "x"}},
+            "prompt_words of task 'free_text' must be an integer, at least 1, got 'x'",
+        ),
         ({"dataset_path": "here"}, "remove dataset_path=here"),
     ],
 )

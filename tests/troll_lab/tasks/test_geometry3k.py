@@ -62,7 +62,7 @@ def test_geometry3k_needs_images_and_a_chat_template(tmp_path):
     write(tmp_path, "train", ["<image>Find x."], ["3"])
     with pytest.raises(TaskError, match="take a vision-language model with a chat template"):
         load_task(config(tmp_path))
-    with pytest.raises(TaskError, match="task 'geometry3k' has no option 'a'; it has columns"):
+    with pytest.raises(TaskError, match="task 'geometry3k' has no setting 'a'; it has columns"):
         load_task(TaskConfig(task="geometry3k", task_options={"a": 1}))
 
 

@@ -127,7 +127,7 @@ def test_shaping_rewards_are_added_with_their_weights(gsm8k):
     assert overlong(completion_ids=[[1] * 5, [1] * 10, [1] * 20]) == [0, -1, -1]
 
 
-@pytest.mark.parametrize("options", [{"format_reward": -1}, {"level": 3}, {"overlong": {"length": 2, "cache": 6}}])
+@pytest.mark.parametrize("options", [{"format_reward": -1}, {"level": 3}, {"answer_format": "box"}])
 def test_mathematics_refuses_options(gsm8k, options):
     with pytest.raises(TaskError, match=next(iter(options))):
         load_task(gsm8k(rows(1), rows(1, 9), task_options=options))

@@ -36,8 +36,15 @@ def test_prompts_need_a_reward_model_and_data(tmp_path):
         load_task(config(tmp_path, ["a"], ["b"], reward_model=None))
     with pytest.raises(TaskError, match="name a hub data set, prompts:<hub data set>, or --dataset_path"):
         load_task(TaskConfig("prompts", reward_model="judge"))
-    with pytest.raises(TaskError, match="has no option 'words'; it has prompt, system_prompt, examples, col"):
+    with pytest.raises(TaskError, match="has no setting 'words'; it has columns, prompt, system_prompt, examples"):
         load_task(config(tmp_path, ["a"], ["b"], task_options={"words": 3}))
     dialogue = [*said("a"), *said("b", "assistant"), *said("c")]
     with pytest.raises(TaskError, match=r"test row 0 .* no text in its field 'prompt'"):
         load_task(config(tmp_path, [said("x")], [dialogue]))
+
+
+def test_long_completions_are_punished_next_to_the_reward_model(tmp_path):
+    task = load_task(config(tmp_path, ["a"], ["b"], task_options={"overlong": {"length": 10, "cache": 5}}))
+    overlong, model = task.reward_funcs
+    assert (model, task.reward_weights) == ("judge", None)
+    assert overlong(completion_ids=[[1] * 5, [1] * 10, [1] * 20]) == [0, -1, -1]

@@ -146,9 +146,13 @@ def test_random_reward_is_trained_on_and_success_logged():
         ("chain_sum", {"prompt": "{"}, "does not fit 'chain_sum'"),
         ("chain_sum", {"answer_format": "<>"}, "answer_format must be a text with {answer} in it, once, .* got '<>'"),
         ("chain_sum", {"answer_format": "<answer>{answer}</answer>"}, "without <answer> tags, in which it is read"),
-        ("chain_sum", {"system_prompt": 3}, "system_prompt must be a text, got 3"),
-        ("chain_sum", {"examples": [["3 + 4 ="]]}, "examples must be a list of pairs of texts, such as .*, got"),
-        ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
+        ("chain_sum", {"system_prompt": 3}, "system_prompt of task 'reasoning_gym:chain_sum' must be a text, got 3"),
+        (
+            "chain_sum",
+            {"examples": [["3 + 4 ="]]},
+            "examples of task .* must be a list of pairs of texts, such as .*, got",
+        ),
+        ("chain_sum", {"random_reward": 2}, r"random_reward of task .* must be in \(0, 1\), got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],
 )
