@@ -61,8 +61,8 @@ def refuse_rewards_of_tokens(trainer: Any) -> None:
         if weight and hasattr(reward, "of_tokens"):
             raise ValueError(
                 f"reward {name!r} has of_tokens, which advantage_estimator {trainer.args.advantage_estimator!r} cannot "
-                "use: set its weight in reward_weights to 0, or advantage_estimator to rloo_tokens or group_tokens, "
-                "which need LabConfig and LabTrainer of troll_lab.trl"
+                "use: set its weight in reward_weights to 0, or advantage_estimator to rloo_tokens, "
+                "which needs LabConfig and LabTrainer of troll_lab.trl"
             )
 
 
@@ -221,24 +221,14 @@ def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:
         )
 
 
-def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Warns where the back end will write shards instead of a model."""
+def warn_about_saving(accelerator: Accelerator) -> None:
+    """Warns where FSDP will write shards instead of a model, of which transformers says nothing."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
         warnings.warn(
             "save_model will write no weights with FSDP's SHARDED_STATE_DICT, and checkpoints will hold only shards: "
             "set fsdp_state_dict_type to FULL_STATE_DICT, or join the shards of the last checkpoint with `accelerate "
             "merge-weights`",
-            stacklevel=3,
-        )
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    zero = {} if deepspeed is None else deepspeed.deepspeed_config.get("zero_optimization", {})
-    gathered = zero.get("stage3_gather_16bit_weights_on_model_save") is True
-    if zero.get("stage") == 3 and not gathered and not _peft_configs(model):  # adapters are gathered in any case
-        warnings.warn(
-            "save_model will write DeepSpeed's shards, which from_pretrained cannot load: set zero3_save_16bit_model "
-            "(or stage3_gather_16bit_weights_on_model_save) to true, or join the shards with the "
-            "zero_to_fp32.py in their folder",
             stacklevel=3,
         )
 
@@ -286,8 +276,8 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
 def warn_about_precision(accelerator: Accelerator, model: torch.nn.Module, learning_rate: float) -> None:
     """Warns where the trained weights have too few bits for a learning rate."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if sharded and accelerator.mixed_precision != "no":
-        return  # these keep float32 copies to train, in any dtype that the model was loaded in
+    if not accelerator.is_main_process or (sharded and accelerator.mixed_precision != "no"):
+        return  # sharded weights have float32 copies to train, in any dtype that the model was loaded in
     share = unresolved_share(model, learning_rate)
     if share > MAX_UNRESOLVED:
         warnings.warn(

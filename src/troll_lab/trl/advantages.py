@@ -11,7 +11,7 @@ from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, se
 from troll_lab.trl.critic import Critic
 from troll_lab.trl.estimators import TokenAdvantages, token_advantages
 from troll_lab.trl.resampling import equal_groups
-from troll_lab.trl.token_rewards import all_worths, needed_shares, places_of_token_rewards, token_worths
+from troll_lab.trl.token_rewards import all_worths, places_of_token_rewards, token_worths
 
 #: The keys under which TRL's buffer carries the critic's values and targets, and the mask of both, (B, T) each.
 VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask"
@@ -62,11 +62,6 @@ def with_token_rewards(trainer: Any, of_tokens: TokenAdvantages, rolled_out: dic
         by_position = worths.view(-1, size, width).transpose(1, 2).flatten()
         equal = equal_groups(by_position, size).view(-1, width).all(1)
         add_metrics(trainer, {"token_rewards/equal_groups": float(equal.float().mean())})
-        total, count = trainer.accelerator.reduce(needed_shares(rewards, given), reduction="sum").tolist()
-        if count:
-            add_metrics(trainer, {"token_rewards/needed_share": total / count})
-            if trainer.resampling is not None:
-                trainer.resampling.adapt(total / count)
     advantages = trainer.of_rows(of_tokens(worths, size))[:, : mask.shape[1]] * mask
     means = advantages.sum(-1) / mask.sum(-1).clamp(min=1)
     replace_logged_advantages(trainer, gather(means))

@@ -16,7 +16,6 @@ from troll_lab.trl.estimators import LabEstimator
 NUMBERS: dict[str, str] = {
     "eval_temperature": "finite and at least 0",
     "generation_chunk_size": "an integer, at least 1",
-    "resampling_right_share": "in [0, 1]",
     "resampling_rounds": "an integer, at least 0",
     "rollout_delay": "an integer, at least 0",
 }
@@ -57,8 +56,8 @@ class LabConfig(TrollConfig):
     Args:
         advantage_estimator: How advantages are computed from rewards: "group", TRL's (GRPO, and Dr.GRPO and GSPO by
             TRL's own settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline",
-            the same after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens" and "group_tokens"
-            (DECS's), for rewards of tokens; or "gae", PPO's, with a critic. "reinforce_plus_plus" and "gae" do not
+            the same after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens", the same for
+            rewards of tokens; or "gae", PPO's, with a critic. "reinforce_plus_plus" and "gae" do not
             compare groups and also work with `num_generations=1`.
         critic_kwargs: γ, λ and the critic of "gae" as a JSON object, e.g. `{"learning_rate": 1e-4, "gamma": 0.99}`.
             See docs/estimators.md.
@@ -67,8 +66,6 @@ class LabConfig(TrollConfig):
         resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
             many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
             2503.14476). Groups that cannot be replaced stay. 0 replaces none.
-        resampling_right_share: κ: groups whose rewards are all equal and above 0 also stay, up to this share of the
-            rollout's groups. With rewards of tokens, κ follows DECS's curriculum from this value. See docs/trl.md.
         rollout_delay: The age, in rollouts, of the weights that sample a rollout, as in asynchronous training. For
             experiments: it needs generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
@@ -89,7 +86,6 @@ class LabConfig(TrollConfig):
     critic_kwargs: dict[str, Any] | str | None = None
     generation_chunk_size: int | None = None
     resampling_rounds: int = 0
-    resampling_right_share: float = 0.0
     rollout_delay: int = 0
     eval_temperature: float | None = None
 
@@ -121,11 +117,6 @@ class LabConfig(TrollConfig):
         super()._check_reward()
         if self.resampling_rounds:
             self._check_resampling()
-        elif self.resampling_right_share:
-            raise ValueError(
-                f"resampling_right_share={self.resampling_right_share} has no effect without resampling: set "
-                "resampling_rounds above 0, or leave it out"
-            )
 
     def _check_resampling(self) -> None:
         """Refuses resampling for estimators that learn from equal rewards, and with an engine's reports."""
@@ -154,6 +145,11 @@ class LabConfig(TrollConfig):
         if self.critic_kwargs and not (self.own_estimator and self.own_estimator.needs_critic):
             warnings.warn(
                 f"critic_kwargs ignored: advantage_estimator {self.advantage_estimator!r} has no critic", stacklevel=4
+            )
+        if self.save_on_each_node and self.own_estimator and self.own_estimator.needs_critic:
+            raise ValueError(
+                "save_on_each_node does not act on the critic, which the first process writes: set it to False, and "
+                "save to a disk that all nodes share"
             )
         if self.generation_chunk_size and self.use_transformers_continuous_batching:
             raise ValueError(

@@ -39,20 +39,6 @@ def rloo_tokens(worths: Tensor, num_generations: int) -> Tensor:
     return less_the_others(worths.view(-1, num_generations, worths.shape[1])).view_as(worths)
 
 
-def group_tokens(worths: Tensor, num_generations: int) -> Tensor:
-    """DECS (arXiv 2509.25827): A_it = (w_it − mean_t) / (std_t + 1e-6) over a prompt's scored completions.
-
-    Mean and standard deviation, with n − 1, are of the worths at position t. Where one completion of n differs from the
-    others by β, its advantage is (n − 1)/√n for any β well above 1e-6. Arguments and result are those of
-    `TokenAdvantages`.
-    """
-    grouped = worths.double().view(-1, num_generations, worths.shape[1])  # rounding errors would be divided by 1e-6
-    centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
-    std = (centred.square().sum(dim=1, keepdim=True) / others.clamp(min=1)).sqrt()
-    return (centred / (std + 1e-6)).view_as(worths).to(worths)
-
-
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """Rewards of tokens, (B, T): that of a completion at its last token under the mask, 0 elsewhere.
 
@@ -124,5 +110,4 @@ def token_advantages(
 
 
 register_estimator("rloo_tokens", LabEstimator(of_tokens=rloo_tokens, needs_group=True))
-register_estimator("group_tokens", LabEstimator(of_tokens=group_tokens, needs_group=True))
 register_estimator("gae", LabEstimator(needs_critic=True))

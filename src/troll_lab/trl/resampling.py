@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +15,7 @@ from torch import Tensor
 from troll.trl.estimators import combine_rewards
 from troll.trl.seam import add_metrics, micro_batches_done
 from troll_lab.trl import seam
-from troll_lab.trl.checkpoints import load_state, save_state
-from troll_lab.trl.token_rewards import Judged, places_of_token_rewards
-
-#: The file of a checkpoint with κ, where it adapts.
-RESAMPLING_STATE = "resampling.pt"
-
-#: The change of κ for a change of the needed share by 1, as in DECS.
-CURRICULUM_RATE = 0.2
+from troll_lab.trl.token_rewards import Judged
 
 
 class Resampling:
@@ -33,10 +25,6 @@ class Resampling:
     until every such group has been replaced by one with different rewards, or `LabConfig.resampling_rounds` rounds
     are over. Only then does TRL score completions and compute advantages, for the final rollout.
 
-    Groups with only right answers (equal rewards above 0) may stay, up to a share κ of the rollout's groups:
-    `LabConfig.resampling_right_share`. With rewards of tokens, κ adapts by DECS's curriculum (arXiv 2509.25827):
-    after rollout m, κ ← κ + 0.2 (R_m − R_{m−1}), within [0, 1], with the share R of needed tokens.
-
     Raises:
         ValueError: With images, tools, environments, a rollout function or a data set without length.
     """
@@ -44,41 +32,15 @@ class Resampling:
     def __init__(self, trainer: Any) -> None:
         _refuse(trainer)
         self._trainer = trainer
-        self._adapts = bool(places_of_token_rewards(trainer.reward_funcs, trainer.reward_weights))
-        self.start()
-
-    def start(self) -> None:
-        """Begins a training with the first κ."""
-        self._right_share: float = self._trainer.args.resampling_right_share
-        self._needed_share: float | None = None
-
-    def adapt(self, needed_share: float) -> None:
-        """Adapts κ to a rollout's share R of needed tokens, the same on all processes."""
-        if self._needed_share is not None:
-            moved = self._right_share + CURRICULUM_RATE * (needed_share - self._needed_share)
-            self._right_share = min(max(moved, 0.0), 1.0)
-        self._needed_share = needed_share
-
-    def save(self, checkpoint: Path) -> None:
-        """Writes `RESAMPLING_STATE` into a checkpoint's folder, atomically, if κ adapts."""
-        if self._adapts and self._trainer.args.should_save:
-            state = {"right_share": self._right_share, "needed_share": self._needed_share}
-            save_state(state, checkpoint / RESAMPLING_STATE)
-
-    def load(self, checkpoint: Path) -> None:
-        """Restores the κ of `save`; raises FileNotFoundError if κ adapts and the checkpoint has none."""
-        if self._adapts:
-            state = load_state(checkpoint / RESAMPLING_STATE, "a run with resampling and rewards of tokens")
-            self._right_share, self._needed_share = state["right_share"], state["needed_share"]
 
     @contextmanager
     def rollout(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """Samples a rollout, which TRL uses within the context instead of generating one.
 
-        TRL's metrics remain those of the first round, as without resampling; only `num_tokens` counts all rounds. Four
+        TRL's metrics remain those of the first round, as without resampling; only `num_tokens` counts all rounds. Three
         metrics are added: `resampling/rounds`, the number of rounds after the first; `resampling/equal_groups`, the
-        share of the first round's groups with equal rewards; `resampling/equal_groups_left`, that share in the rollout
-        that is trained on; and `resampling/right_share`, κ.
+        share of the first round's groups with equal rewards; and `resampling/equal_groups_left`, that share in the
+        rollout that is trained on.
 
         Args:
             examples: This process's rows of the data set for the rollout's own prompts.
@@ -91,7 +53,7 @@ class Resampling:
         first, rounds = found.rewards, 0
         with seam.unlogged(trainer):
             for others in self._other_examples(examples):
-                if not self._replaceable(found.rewards).any():
+                if not self._equal(found.rewards).any():
                     break
                 rounds += 1
                 self._replace(found, seam.sample(trainer, others))
@@ -103,22 +65,18 @@ class Resampling:
         logged = reward_metrics(first, trainer.reward_weights, trainer.reward_func_names)
         seam.replace_metrics(trainer, logged | {"frac_reward_zero_std": equal})
         left = float(self._equal(found.rewards).float().mean())
-        counts = {"rounds": rounds, "equal_groups": equal, "equal_groups_left": left, "right_share": self._right_share}
+        counts = {"rounds": rounds, "equal_groups": equal, "equal_groups_left": left}
         add_metrics(trainer, {f"resampling/{name}": value for name, value in counts.items()})
 
     def _equal(self, rewards_per_function: Tensor) -> Tensor:
         rewards = combine_rewards(rewards_per_function, self._trainer.reward_weights)
         return equal_groups(rewards, self._trainer.num_generations)
 
-    def _replaceable(self, rewards_per_function: Tensor) -> Tensor:
-        rewards = combine_rewards(rewards_per_function, self._trainer.reward_weights)
-        return replaceable_groups(rewards, self._trainer.num_generations, self._right_share)
-
     def _replace(self, found: seam.Completions, more: seam.Completions) -> None:
         """Replaces groups with equal rewards by groups with different ones, as far as there are any."""
         size, rows = self._trainer.num_generations, len(found.examples)
         first = self._trainer.accelerator.process_index * rows
-        places = _completions(self._replaceable(found.rewards), size)
+        places = _completions(self._equal(found.rewards), size)
         sources = _completions(~self._equal(more.rewards), size)[: len(places)]
         # A group may lie on several processes, and its place on others: gathered, completions are in the order of all.
         given = gather_object([more[i - first] for i in sources if first <= i < first + rows])
@@ -157,24 +115,6 @@ def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
     grouped = rewards.view(-1, num_generations)
     largest = grouped.nan_to_num(nan=-torch.inf).amax(1)
     return largest <= grouped.nan_to_num(nan=torch.inf).amin(1)
-
-
-def replaceable_groups(rewards: Tensor, num_generations: int, right_share: float) -> Tensor:
-    """Finds the groups to replace: those with equal rewards, except for the first κG groups with only right answers.
-
-    If all other groups are mixed, the rollout then has κ/(1 − κ) groups with only right answers for each mixed one.
-
-    Args:
-        rewards: (N,), group by group; NaN where a completion was not scored.
-        num_generations: n, completions per group. G = N / n.
-        right_share: κ, in [0, 1].
-
-    Returns:
-        (G,) bool.
-    """
-    equal = equal_groups(rewards, num_generations)
-    right = equal & (rewards.view(-1, num_generations).nan_to_num(nan=-torch.inf).amax(1) > 0)
-    return equal & ~(right & (right.cumsum(0) <= round(right_share * len(equal))))
 
 
 def draw(size: int, count: int, seed: str) -> list[int]:

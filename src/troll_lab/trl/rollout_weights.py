@@ -61,7 +61,7 @@ class RolloutWeights:
         add_metrics(self._trainer, {"sampling/rollouts_behind": len(self._weights) - 1})
 
     def passes_behind(self, *, anew: bool) -> int:
-        """The passes between the weights that sampled the current rollout and its first pass; `anew`: the next one."""
+        """See `TrollTrainer.passes_behind`."""
         taken = [passes for passes, _ in self._weights]
         if anew:
             taken = [*taken, micro_batches_done(self._trainer)][-self._delay - 1 :]
@@ -69,8 +69,8 @@ class RolloutWeights:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        self._set(self._weights[0][1])
         try:
+            self._set(self._weights[0][1])
             yield
         finally:
             self._set(self._weights[-1][1])

@@ -101,14 +101,3 @@ def all_worths(rewards: Tensor, weights: Tensor, given: Worths, width: int) -> T
     for (place, row), worths in given.items():
         spread[row, : len(worths), place] = worths.to(spread)
     return combine_rewards(spread.flatten(0, 1), weights).view(-1, width)
-
-
-def needed_shares(rewards: Tensor, given: Worths) -> Tensor:
-    """The sum of the completions' shares of needed tokens, and the number of these shares, (2,).
-
-    A token is needed if its worth is at least the function's reward of the completion.
-    """
-    shares = [
-        float((worths.to(rewards) >= rewards[row, place]).float().mean()) for (place, row), worths in given.items()
-    ]
-    return torch.tensor([sum(shares), len(shares)], dtype=torch.float32, device=rewards.device)

@@ -66,7 +66,7 @@ class LabTrainer(TrollTrainer):
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
         #: The parts that have a file of their own in a checkpoint.
-        self.saved_parts = [each for each in (self.critic, self.rollout_weights, self.resampling) if each is not None]
+        self.saved_parts = [each for each in (self.critic, self.rollout_weights) if each is not None]
         #: From `checkpoints.resolved`: the checkpoint to resume from, if any, and the defects of newer ones.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
         self.add_callback(LabCallback(self))

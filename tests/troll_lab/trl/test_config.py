@@ -25,7 +25,6 @@ def config(tmp_path: Path, **settings: object) -> LabConfig:
         ("generation_chunk_size", "an integer, at least 1", 2.5, {}),
         ("eval_temperature", "finite and at least 0", -1.0, {}),
         ("resampling_rounds", "an integer, at least 0", -1, {}),
-        ("resampling_right_share", "in [0, 1]", 1.5, {"resampling_rounds": 1}),
         ("rollout_delay", "an integer, at least 0", -1, {}),
         ("multi_objective_aggregation", "'sum_then_normalize'", "normalize_then_sum", {"resampling_rounds": 1}),
     ],
@@ -61,12 +60,13 @@ VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwarg
     [
         (
             {"advantage_estimator": "best"},
-            "advantage_estimator must be one of group, .*, group_tokens, gae",
+            "advantage_estimator must be one of group, .*, rloo_tokens, gae",
         ),
         (
             {"generation_chunk_size": 4, "use_transformers_continuous_batching": True},
             "generation_chunk_size does not act on use_transformers_continuous_batching",
         ),
+        ({"save_on_each_node": True, "advantage_estimator": "gae"}, "save_on_each_node does not act on the critic"),
         ({"critic_kwargs": {"lr": 1e-4}}, "critic_kwargs: the critic has no setting 'lr'; it has gamma, gae_lambda, "),
         ({"eval_temperature": 0.0}, "set num_generations_eval=1"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "evaluations of LabTrainer have no loss"),
@@ -76,7 +76,6 @@ VLLM_TEMPERATURE = {"eval_temperature": 0.5, "use_vllm": True, "generation_kwarg
         (KL_IN_REWARD | {"advantage_estimator": "gae"}, "needs advantage_estimator .* got 'gae'"),
         (KL_IN_REWARD | {"advantage_estimator": "rloo_tokens"}, "needs .* or rloo, got 'rloo_tokens'"),
         # Groups with equal rewards.
-        ({"resampling_right_share": 0.2}, "resampling_right_share=0.2 has no effect .* set resampling_rounds above 0"),
         (
             {"resampling_rounds": 1, "advantage_estimator": "gae"},
             "'gae' learns: set it to 0, or use one of group",

@@ -1,6 +1,5 @@
 """Estimators of tokens against closed forms on small batches made by hand."""
 
-import math
 from itertools import product
 
 import pytest
@@ -21,14 +20,6 @@ WORTHS = [[1.0, 1], [1, 0], [0, 0.5], [2, 2], [NAN, NAN], [5, 2]]
 
 def test_rloo_tokens_is_the_distance_from_the_others():
     close(estimators.rloo_tokens(float64(WORTHS), 3), [[0.5, 0.75], [0.5, -0.75], [-1, 0], [-3, 0], [0, 0], [3, 0]])
-
-
-def test_groups_of_tokens_are_normalised_at_each_position():
-    # Position 0: mean 2/3, variance (1/9 + 1/9 + 4/9)/2 = 1/3; then mean 7/2, variance (9/4 + 9/4)/1.
-    # Position 1: mean 1/2, variance (1/4 + 1/4)/2; then no difference.
-    a, b, c = math.sqrt(1 / 3) + 1e-6, 0.5 + 1e-6, math.sqrt(4.5) + 1e-6
-    first = [[1 / 3 / a, 0.5 / b], [1 / 3 / a, -0.5 / b], [-2 / 3 / a, 0]]
-    close(estimators.group_tokens(float64(WORTHS), 3), [*first, [-1.5 / c, 0], [0, 0], [1.5 / c, 0]])
 
 
 @pytest.mark.parametrize("estimator", OF_TOKENS)

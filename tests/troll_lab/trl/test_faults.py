@@ -17,7 +17,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.dying import dying, in_new_process
 from tests.troll.trl import tiny
 from tests.troll.trl.processes import launch
-from tests.troll_lab.trl.test_token_rewards import Odd
 from troll_lab.trl import LabTrainer, checkpoints
 from troll_lab.trl.checkpoints import MARKER, check_complete, judge, last_checkpoint, newest_complete
 from troll_lab.trl.rollout_weights import WEIGHTS_STATE
@@ -287,10 +286,8 @@ def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
     """Of runs without that part, or of an older version."""
     make(save_strategy="steps", save_steps=2, max_steps=2).train()
     (tmp_path / "checkpoint-2" / MARKER).unlink()
-    speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"advantage_estimator": "gae"}, "not a checkpoint of a run with a critic"),
-        (speak, "not a checkpoint of a run with resampling and rewards of tokens"),
         ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is not a checkpoint of a run with rollout_delay"),
     ]
     for settings, message in cases:

@@ -65,6 +65,16 @@ def test_generate_keeps_its_checks_and_other_calls():
     assert rows == [7, 7]
 
 
+def test_processes_that_share_weights_generate_equally_often(monkeypatch):
+    monkeypatch.setattr("troll_lab.trl.generation.is_fsdp_managed_module", lambda model: True)
+    monkeypatch.setattr("troll_lab.trl.generation.gather_object", lambda own: [*own, False])  # of one that cannot split
+    model: Any = tiny.make_model("llama").eval()
+    generate_in_chunks(model, 2)
+    rows = record_rows(model)
+    model.generate(**prompts(), **GREEDY)
+    assert rows == [7]
+
+
 def test_a_copy_generates_with_its_own_weights():
     model: Any = tiny.make_model("llama").eval()
     generate_in_chunks(model, 2)

@@ -159,7 +159,7 @@ def test_what_cannot_be_replaced_stays(make):
 
 def test_the_log_is_of_the_first_round_and_counts_all_tokens(both):
     expected, metrics = both.plain._metrics["train"], both.metrics
-    added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left", "right_share")}
+    added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left")}
     assert metrics.keys() == expected.keys() | added
     for name in expected.keys() - {"num_tokens"}:
         assert metrics[name] == expected[name], name

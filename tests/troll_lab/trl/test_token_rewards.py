@@ -1,4 +1,4 @@
-"""Rewards that speak of tokens: from what they say to the advantages, the gradient, the log and κ."""
+"""Rewards that speak of tokens: from what they say to the advantages, the gradient and the log."""
 
 import math
 from pathlib import Path
@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests.troll.trl import tiny
-from tests.troll.trl.resuming import interrupted, resumed_exactly
 from tests.troll.trl.test_ungraded import SETTINGS as UNGRADED
 from tests.troll.trl.test_ungraded import Sometimes, stuck
-from troll_lab.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
-from troll_lab.trl.token_rewards import Judged, all_worths, needed_shares, places_of_token_rewards, token_worths
+from troll_lab.trl.token_rewards import Judged, all_worths, places_of_token_rewards, token_worths
 
 NAN = math.nan
 
@@ -39,18 +37,12 @@ def said(ids: list[int]) -> list[float] | None:
 
 
 def work(mode: str, make: tiny.Maker, folder: Path) -> dict[str, Any]:
-    """A rollout of three groups, of which the middle one lies on both processes, and the share κ after two of them."""
+    """A rollout of three groups, of which the middle one lies on both processes."""
     settings: dict[str, Any] = {"per_device_train_batch_size": 3, "ddp_backend": "gloo", "resampling_rounds": 1}
-    more: dict[str, Any] = {
-        "resampling_right_share": 1.0,
-        "advantage_estimator": "rloo_tokens",
-        "max_completion_length": 32,
-    }
-    trainer = make(reward_funcs=Odd(), **settings, **more)
+    settings |= {"advantage_estimator": "rloo_tokens", "max_completion_length": 32}
+    trainer = make(reward_funcs=Odd(), **settings)
     rollout = tiny.rolled_out(trainer)
-    metrics = dict(trainer._metrics["train"])
-    tiny.rolled_out(trainer, seed=5)
-    return {"rollout": tiny.tensors(rollout), "metrics": metrics, "right_share": trainer.resampling._right_share}
+    return {"rollout": tiny.tensors(rollout), "metrics": dict(trainer._metrics["train"])}
 
 
 def advantages_of(worths: torch.Tensor, size: int = 4) -> torch.Tensor:
@@ -65,12 +57,6 @@ def test_what_is_said_replaces_a_reward_to_the_end():
     worths = all_worths(rewards, torch.tensor([1.0, 10.0]), told, 3)
     expected = torch.tensor([[20.5, 19, 21], [0, 0, 0], [NAN] * 3, [43] * 3])
     torch.testing.assert_close(worths, expected, equal_nan=True)
-    # The first completion has no needed token, the second none either.
-    assert needed_shares(rewards, told).tolist() == [0, 2]
-    assert needed_shares(rewards, {(0, 0): torch.tensor([1.0, 0.5, 2.0, 1.0])}).tolist() == [0.75, 1]
-    assert (
-        needed_shares(rewards, {}).dtype == needed_shares(rewards, told).dtype == torch.float32
-    )  # processes add them up
 
 
 def test_only_what_was_judged_is_asked_about():
@@ -133,8 +119,6 @@ def test_advantages_of_completions_of_different_lengths(make):
     torch.testing.assert_close(rollout["advantages"].double(), expected, rtol=1e-4, atol=1e-5)
     means = (expected.sum(1) / mask.sum(1)).tolist()
     assert list(trainer._logs["advantages"]) == pytest.approx(means, abs=1e-5)
-    shares = [sum(values) / len(values) for values in map(said, ids) if values]
-    assert trainer._metrics["train"]["token_rewards/needed_share"] == [pytest.approx(sum(shares) / len(shares))]
 
 
 def test_groups_with_different_tokens_are_not_equal(make):
@@ -164,7 +148,7 @@ def test_what_could_not_be_judged_is_in_no_baseline(make):
     assert not rollout["advantages"][rows].any() and rollout["advantages"].isfinite().all()
 
 
-def test_two_processes_share_groups_positions_and_right_share(left_by_two):
+def test_two_processes_share_groups_and_positions(left_by_two):
     ours = left_by_two("ddp", "token rewards")
     masks = [result["rollout"]["completion_mask"] for result in ours]
     assert masks[0].shape[1] != masks[1].shape[1]
@@ -173,16 +157,12 @@ def test_two_processes_share_groups_positions_and_right_share(left_by_two):
     for result, own, mask in zip(ours, expected.chunk(2), masks, strict=True):
         found = result["rollout"]["advantages"]
         torch.testing.assert_close(found.double(), own[:, : mask.shape[1]] * mask, rtol=0, atol=1e-6)
-    shares = [sum(values) / len(values) for values in map(said, ids) if values]
-    for result in ours:
-        needed_share = result["metrics"]["token_rewards/needed_share"]
-        assert needed_share == [pytest.approx(sum(shares) / len(shares))]
-    assert ours[0]["right_share"] == ours[1]["right_share"]
+    assert ours[0]["metrics"]["token_rewards/equal_groups"] == ours[1]["metrics"]["token_rewards/equal_groups"]
 
 
 def test_other_estimators_refuse_rewards_that_speak(make):
     funcs = {"reward_funcs": [tiny.reward, Odd()], "advantage_estimator": "group"}
-    with pytest.raises(ValueError, match=r"'odd' has of_tokens, .* 'group' cannot use: set .* to rloo_tokens or"):
+    with pytest.raises(ValueError, match=r"'odd' has of_tokens, .* 'group' cannot use: .* rloo_tokens, which needs"):
         make(**funcs)
     make(**funcs, reward_weights=[1.0, 0.0])
 
@@ -191,38 +171,3 @@ def test_columns_with_the_names_of_what_is_passed_are_refused(make):
     rows = tiny.make_dataset().add_column("rewards", [0] * 16)
     with pytest.raises(ValueError, match="cannot have a column named 'rewards'"):
         make(reward_funcs=Odd(), advantage_estimator="rloo_tokens", train_dataset=rows)
-
-
-@pytest.mark.parametrize(
-    ("right_share", "replaced"),
-    [(0.0, [1, 1, 1, 0, 1]), (0.2, [0, 1, 1, 0, 1]), (0.5, [0, 0, 1, 0, 1]), (1.0, [0, 0, 1, 0, 0])],
-)
-def test_a_share_of_groups_that_are_all_right_stays(right_share, replaced):
-    rewards = torch.tensor([[1.0, 1.0], [2.0, NAN], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).flatten()
-    assert replaceable_groups(rewards, 2, right_share).int().tolist() == replaced
-
-
-def test_the_share_follows_the_needed_tokens(make):
-    odd = {"reward_funcs": Odd(), "advantage_estimator": "group_tokens"}
-    trainer = make(**odd, resampling_rounds=1, resampling_right_share=0.25)
-    resampling = trainer.resampling
-    assert isinstance(resampling, Resampling)
-    shares = []
-    for needed_share in (0.5, 0.75, 0.25, 0.0, 1.0):
-        resampling.adapt(needed_share)
-        shares.append(resampling._right_share)
-    # 0.25 + 0.2 · 0.25, − 0.2 · 0.5, − 0.2 · 0.25, + 0.2.
-    assert shares == pytest.approx([0.25, 0.3, 0.2, 0.15, 0.35])
-    for needed_share, limit in ((-9.0, 0.0), (0.0, 1.0)):
-        resampling.adapt(needed_share)
-        assert resampling._right_share == limit
-
-
-def test_a_resumed_run_has_the_same_share(make, tmp_path):
-    """The third rollout's has moved by the difference of the second's needed share and the first's, of before."""
-    settings = {"resampling_rounds": 2, "resampling_right_share": 0.3, "num_generations": 2, "ddp_backend": None}
-    more: dict[str, Any] = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "max_steps": 6}
-    log = resumed_exactly(interrupted(make, tmp_path, **settings, **more))
-    shares = [entry["resampling/right_share"] for entry in log if "resampling/right_share" in entry]
-    first, second = (torch.load(tmp_path / f"checkpoint-{step}" / RESAMPLING_STATE)["needed_share"] for step in (2, 4))
-    assert shares == pytest.approx([0.3, 0.3 + 0.2 * (second - first)]) and first != second

@@ -98,7 +98,6 @@ def test_lab_config_adds_no_more_than_it_says():
         "critic_kwargs",
         "generation_chunk_size",
         "resampling_rounds",
-        "resampling_right_share",
         "rollout_delay",
         "eval_temperature",
     }
