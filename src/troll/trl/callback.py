@@ -29,7 +29,7 @@ class TrollCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # The bound that the last update used, for the log: it may have moved on by then.
+        # The bound that the last update used: a callback may set `kl_bound` for the next update before we log.
         self._used_bound = math.inf
         #: Whether the current update leaves the policy as it is, since nothing was judged. The laboratory's callback,
         #: which runs after this one, has reasons of its own.
@@ -54,14 +54,23 @@ class TrollCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Begins a training, or restores the order of the data and the counts of a checkpoint."""
+        """Begins a training, or restores the order of the data and the state of a checkpoint."""
         trainer = self._trainer
         trainer.begin()
-        self._rollouts, self._moved = self._rollouts_done(), self._passes_since_sampling() > 0
+        self._rollouts = self._rollouts_done()
         self._settings = settings(trainer.args)
+        # The steps between logs, evaluations and checkpoints: transformers keeps those of the checkpoint.
+        state.compute_steps(args, state.max_steps)
         # Of the checkpoint that transformers has read; a new run, and a checkpoint of another trainer, have none.
         resumed = _states(state).get(STATE)
         seam.skip_epochs(train_dataloader, int(state.epoch or 0))
+        if (state.epoch or 0) >= 1 and seam.rows_of_an_epoch(trainer) is None and state.is_world_process_zero:
+            warnings.warn(
+                "the checkpoint's stream of prompts had ended and begun anew, and transformers does not find its place "
+                "in it: the resumed run begins with its first prompt. For an exact resume, pass a Dataset",
+                stacklevel=2,
+            )
+        trainer.kl_target_rate = None
         if trainer.args.kl_target is not None:
             trainer.kl_target_rate = KLTargetRate(trainer, trainer.lr_scheduler, (resumed or {}).get(KL_TARGET))
         elif resumed is not None and KL_TARGET in resumed and state.is_world_process_zero:
@@ -71,42 +80,48 @@ class TrollCallback(TrainerCallback):
                 "at a hundredth. If this is not what you want, begin a new run from its weights",
                 stacklevel=2,
             )
-        if resumed is None:
-            return
-        changed = changed_settings(resumed["settings"], self._settings)
-        if changed is None:  # with other settings, the counts begin anew
-            trainer.monitor.watch.load_state_dict(resumed["watch"])
-        elif state.is_world_process_zero:
+        changed = None if resumed is None else changed_settings(resumed["settings"], self._settings)
+        if changed is not None and state.is_world_process_zero:
             checkpoint = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             warnings.warn(f"resuming from {checkpoint} with other settings: {changed}", stacklevel=2)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Finds whether the policy has changed since the update's tokens were sampled."""
+        self._moved = self._passes_since_sampling() > 0
 
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Skips an update without a judged token."""
+        """Skips an update without a judged token, except under DeepSpeed, which made it in the backward pass."""
         self._used_bound = self._trainer.kl_bound
-        self.policy_stays = self._trainer.ungraded.left_nothing()
+        self.policy_stays = self._trainer.ungraded.left_nothing() and not self._trainer.is_deepspeed_enabled
         if self.policy_stays:
             leave_out(model)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Warns of a bound that does not fit, logs, and has the next checkpoint keep the counts."""
-        # Also between two of `logging_steps`: after the evaluation that may follow, TRL drops what is left.
-        control.should_log |= control.should_training_stop
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Warns of a bound that does not fit, and has the next checkpoint keep settings and rate.
+
+        At the step's end it would be too late, for transformers may save before this callback has its turn there
+        (`enable_jit_checkpoint`).
+        """
         rollouts = self._rollouts_done()
         last, self._rollouts = rollouts > self._rollouts, rollouts
         trainer = self._trainer
         monitor, rate = trainer.monitor, trainer.kl_target_rate
         monitor.end_update(self._used_bound, moved=self._moved and not self.policy_stays, last=last)
-        self._moved = self._passes_since_sampling() > 0
-        states = {"settings": self._settings, "watch": monitor.watch.state_dict()}
+        states = {"settings": self._settings}
         if rate is not None:
             rate.end_update(moved=not self.policy_stays and not trainer.accelerator.optimizer_step_was_skipped)
             if last and rollouts == SETTLED_ROLLOUTS:
                 checks.warn_about_precision(trainer.accelerator, trainer.model, rate.rate)
             states[KL_TARGET] = rate.state_dict()
-        self._log(state, control)
         _states(state)[STATE] = states
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Logs."""
+        # Also between two of `logging_steps`: after the evaluation that may follow, TRL drops what is left.
+        control.should_log |= control.should_training_stop
+        self._log(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs the metrics if transformers logs once per epoch, or if training ends early."""
@@ -155,6 +170,5 @@ def leave_out(model: Any) -> None:
     """Makes the optimiser's next step leave a model unchanged.
 
     The optimiser skips a parameter without a gradient; with a gradient of zero its momentum would still move it.
-    DeepSpeed has made its update in the backward pass.
     """
     model.zero_grad()

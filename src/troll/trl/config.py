@@ -15,7 +15,7 @@ from troll.settings import check_number, described, parse
 from troll.trl.estimators import ESTIMATORS, check_estimator
 from troll.trl.kl_target import check_target
 from troll.trl.ranges import CHOICES, MAY_BE_NONE, NUMBERS, NUMBERS_OF_SURROGATES
-from troll.trl.sampling import settle_fields
+from troll.trl.sampling import settle_config
 from troll.trl.surrogates import SURROGATES, check_surrogate, settings_read
 from troll.trl.surrogates.trl_loss import settle_loss
 from troll.trust_region.checks import check_choice
@@ -159,7 +159,7 @@ class TrollConfig(GRPOConfig):
         self._settle_updates(batch)
         settings_read(self)  # finds wrong ones of the surrogate
         if not self.samples_as_trl:
-            settle_fields(self)
+            settle_config(self)
         settle_loss(self)
         if self.advantage_estimator != "group" and self.scale_rewards != GRPOConfig.scale_rewards:
             warnings.warn(

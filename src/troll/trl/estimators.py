@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from troll.settings import same_origin
+
 #: The smallest variance to divide by, so that a batch of equal rewards has advantages of zero, not scaled rounding
 #: errors.
 MIN_VARIANCE = 1e-8
@@ -124,14 +126,17 @@ def register_estimator(name: str, estimator: Estimator) -> None:
     """Makes `advantage_estimator=name` select an estimator, in every configuration that is made from now on.
 
     Args:
-        name: Its name. One that is taken is an error, unless it is taken by the same estimator.
+        name: Its name. One that is taken is an error, unless its function is of the same module, such as one that is
+            reloaded, or a notebook: the last registration counts.
         estimator: The estimator.
 
     Raises:
-        ValueError: If another estimator has the name.
+        ValueError: If another module's estimator has the name.
     """
-    if ESTIMATORS.setdefault(name, estimator) != estimator:
-        raise ValueError(f"name must be that of no other estimator, got {name!r}: choose another")
+    earlier = ESTIMATORS.get(name)
+    if earlier is not None and earlier != estimator and not same_origin(earlier.of_sequences, estimator.of_sequences):
+        raise ValueError(f"estimator {name!r} is registered already: choose another name")
+    ESTIMATORS[name] = estimator
 
 
 def check_estimator(name: str, *, laboratory: bool) -> None:

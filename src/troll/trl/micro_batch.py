@@ -148,13 +148,13 @@ class SurrogateLoss:
         self._trainer = trainer
         self._own_settings = trainer.args.own_settings
         # The scores of the new policy, while TRL's loss is to take them.
-        self._handed: seam.Scores | None = None
+        self._scores: seam.Scores | None = None
         # Whether TRL's loss was found to use them.
         self._use_checked = False
 
-    def handed(self) -> seam.Scores | None:
+    def take_scores(self) -> seam.Scores | None:
         """The scores of the new policy, once, if it is TRL's loss that asks for scores; else None."""
-        scores, self._handed = self._handed, None
+        scores, self._scores = self._scores, None
         return scores
 
     def __call__(self, trl_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -216,11 +216,11 @@ class SurrogateLoss:
             changed["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
 
         # TRL's loss. Where it would score the tokens again, the trainer gives it these scores.
-        self._handed = scores
+        self._scores = scores
         try:
             loss = trl_loss(model, changed)
         finally:
-            untaken = self.handed()
+            untaken = self.take_scores()
         if untaken is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
         if shifted is not None:

@@ -28,7 +28,7 @@ LARGE_FRACTION, WATCHED_ROLLOUTS = 0.3, 2
 #: And so is none in this many updates of a policy that had moved since its tokens were sampled.
 IDLE_UPDATES = 100
 #: The means over an update's tokens that the host needs before the update ends.
-_KNOWN = ("projected_fraction", "kl_before_mean")
+_NEEDED_EVERY_UPDATE = ("projected_fraction", "kl_before_mean")
 
 
 class Monitor:
@@ -48,7 +48,7 @@ class Monitor:
         #: The sums since the last log.
         self.tally = Tally()
         # The sums that the host needs: of the current update, on the device; and of the last one, on the host.
-        self._update, self._known = Tally(), dict[str, Tensor]()
+        self._update, self._of_update = Tally(), dict[str, Tensor]()
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, entropy: Tensor | None = None) -> None:
         """Adds the N tokens of a micro-batch.
@@ -61,8 +61,8 @@ class Monitor:
         """
         tally = step_tally(step, mask)
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
-        tally.counts["nonfinite"] = (~step.kl_before.isfinite()).sum().to(step.kl_before)
-        self._update += Tally({name: tally.totals[name] for name in _KNOWN}, counts=tally.counts)
+        counts = {"nonfinite": (~step.kl_before.isfinite()).sum().to(step.kl_before)}
+        self._update += Tally({name: tally.totals[name] for name in _NEEDED_EVERY_UPDATE}, counts=counts)
         if entropy is not None:
             self._update += Tally({"entropy": masked_total(entropy, mask)})
         self.tally += tally + support_tally(old, mask)
@@ -86,15 +86,15 @@ class Monitor:
         Raises:
             FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
         """
-        known, self._update = over_processes(self._update, self._accelerator), Tally()
-        self._known = known.totals
-        if broken := known.counts.get("nonfinite"):
+        sums, self._update = over_processes(self._update, self._accelerator), Tally()
+        self._of_update = sums.totals
+        if broken := sums.counts.get("nonfinite"):
             raise FloatingPointError(
                 f"step {global_step + 1}: the logits of {int(broken)} tokens are NaN or infinite, {self._remedy}"
             )
-        if known.counts.get("nonfinite_losses"):
+        if sums.counts.get("nonfinite_losses"):
             raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {self._remedy}")
-        return known
+        return sums
 
     def end_update(self, kl_bound: float, *, moved: bool, last: bool) -> None:
         """Warns if the update that ends here, over all processes, shows that the bound does not fit.
@@ -104,10 +104,10 @@ class Monitor:
             moved: Whether the policy had changed since the update's tokens were sampled.
             last: Whether the update was the last one of a rollout.
         """
-        known, self._known = self._known, {}
-        if not known:
+        sums, self._of_update = self._of_update, {}
+        if not sums:
             return
-        (projected, tokens), (kl, _) = known["projected_fraction"].tolist(), known["kl_before_mean"].tolist()
+        (projected, tokens), (kl, _) = sums["projected_fraction"].tolist(), sums["kl_before_mean"].tolist()
         message = self.watch.observe(projected, tokens, kl, kl_bound, moved=moved, last=last)
         if message is not None and self._accelerator.is_main_process:
             warnings.warn(message, stacklevel=2)
@@ -134,7 +134,7 @@ class Monitor:
 class Watch:
     """Finds, once in a training, that hardly any token or too many are projected; the same on every process.
 
-    A resumed run continues with the state of its checkpoint, and does not repeat a warning.
+    A resumed run counts anew, so it may repeat a warning.
 
     Args:
         args: The trainer's `TrollConfig`.
@@ -143,14 +143,13 @@ class Watch:
     def __init__(self, args: Any) -> None:
         self._args = args
         projects = SURROGATES[args.surrogate].projects
-        # The proximal pull acts on every token, also on those within the bound.
-        self._looks_for_none = projects and args.pull == "projection"
-        # One multiplier for many tokens projects them all.
-        self._looks_for_many = projects and args.constraint == "token"
-        # While no token has been projected: the updates of a policy that had moved. Then, or once that is said: None.
-        self._idle: int | None = 0
-        # Projected tokens, all tokens, and whole rollouts, until a warning: then None.
-        self._recent: tuple[float, float, int] | None = (0.0, 0.0, 0)
+        # The counts for the two warnings; None where there will be no warning, or no other.
+        # While no token has been projected: the updates of a policy that had moved. The proximal pull acts on every
+        # token, also on those within the bound.
+        self._idle: int | None = 0 if projects and args.pull == "projection" else None
+        # Projected tokens, all tokens, and whole rollouts. One multiplier for many tokens projects them all.
+        watches_for_many = projects and args.constraint == "token"
+        self._recent: tuple[float, float, int] | None = (0.0, 0.0, 0) if watches_for_many else None
 
     def observe(
         self, projected: float, tokens: float, kl: float, kl_bound: float, *, moved: bool, last: bool
@@ -160,41 +159,48 @@ class Watch:
         `kl` is the sum of their KL divergences before the projection, in nats; the other arguments are those of
         `Monitor.end_update`.
         """
+        has_no_effect = self._has_no_effect(projected, counts=moved and tokens > 0)
+        large_share = self._large_share(projected, tokens, last)
         args = self._args
         reuse = "updates_per_rollout" if args.updates_per_rollout else "steps_per_generation"
         reuse = f"{reuse} (now {getattr(args, reuse)})"
         speed = "learning_rate" if args.kl_target is None else "kl_target"
         speed = f"{speed} (now {getattr(args, speed):g})"
-        if self._idle is not None and self._looks_for_none:
-            self._idle = None if projected else self._idle + (moved and tokens > 0)
-            if self._idle == IDLE_UPDATES:
-                self._idle = None
-                return (
-                    f"TROLL has had no effect so far: no token was projected in {IDLE_UPDATES} updates of a policy "
-                    f"that had moved since its rollout. In the last one its mean KL was {kl / tokens:.1g} nats, and "
-                    f"kl_bound is {kl_bound:g}. Raise {speed} or {reuse}, or "
-                    f"lower kl_bound: {CHOOSING}"
-                )
-        if self._recent is not None and self._looks_for_many:
-            projected, tokens, rollouts = self._recent[0] + projected, self._recent[1] + tokens, self._recent[2] + last
-            self._recent = (projected, tokens, rollouts) if rollouts < WATCHED_ROLLOUTS else (0.0, 0.0, 0)
-            if rollouts == WATCHED_ROLLOUTS and projected > LARGE_FRACTION * tokens:
-                self._recent = None
-                return (
-                    f"{projected / tokens:.0%} of the tokens of the last {WATCHED_ROLLOUTS} rollouts were projected, "
-                    "so the bound rather than the advantages decides the update: raise kl_bound (now "
-                    f"{kl_bound:g}), or lower {speed} or {reuse}: {CHOOSING}"
-                )
+        if has_no_effect:
+            return (
+                f"TROLL has no effect: no token was projected in {IDLE_UPDATES} updates of a policy that "
+                f"had moved since its rollout. In the last one its mean KL was {kl / tokens:.1g} nats, and kl_bound is "
+                f"{kl_bound:g}. Raise {speed} or {reuse}, or lower kl_bound: {CHOOSING}"
+            )
+        if large_share is not None:
+            return (
+                f"{large_share:.0%} of the tokens of the last {WATCHED_ROLLOUTS} rollouts were projected, so the bound "
+                f"rather than the advantages decides the update: raise kl_bound (now {kl_bound:g}), or lower {speed} "
+                f"or {reuse}: {CHOOSING}"
+            )
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counts, for a checkpoint; they survive JSON."""
-        return {"idle": self._idle, "recent": self._recent}
+    def _has_no_effect(self, projected: float, *, counts: bool) -> bool:
+        """Counts an update, if it counts; whether no token was projected until now, and it is time to say so."""
+        if self._idle is None:
+            return False
+        self._idle = None if projected else self._idle + counts
+        if self._idle != IDLE_UPDATES:
+            return False
+        self._idle = None
+        return True
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the counts of a checkpoint."""
-        self._idle = state["idle"]
-        self._recent = None if state["recent"] is None else tuple(state["recent"])
+    def _large_share(self, projected: float, tokens: float, last: bool) -> float | None:
+        """Counts an update; the share of projected tokens in the last rollouts, if it is too large."""
+        if self._recent is None:
+            return None
+        projected, tokens, rollouts = self._recent[0] + projected, self._recent[1] + tokens, self._recent[2] + last
+        if rollouts < WATCHED_ROLLOUTS:
+            self._recent = projected, tokens, rollouts
+            return None
+        is_large = projected > LARGE_FRACTION * tokens
+        self._recent = None if is_large else (0.0, 0.0, 0)
+        return projected / tokens if is_large else None
 
 
 def over_processes(tally: Tally, accelerator: Accelerator) -> Tally:

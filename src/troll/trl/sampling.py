@@ -81,12 +81,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (None, []),
 }
 
-#: The values with which all tokens are kept. vLLM takes them for settings that are None.
-ALL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None}
-#: The same for a sampler, with every value that does so.
-KEEPS_ALL: dict[str, tuple[Any, ...]] = {"top_k": (-1, 0), "top_p": (1.0,), "min_p": (None, 0.0)}
+#: The values that vLLM takes for settings that are None: all tokens are kept.
+VLLM_DEFAULTS: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None}
+#: Every value with which a sampler keeps all tokens.
+NO_TRUNCATION: dict[str, tuple[Any, ...]] = {"top_k": (-1, 0), "top_p": (1.0,), "min_p": (None, 0.0)}
 #: The values that transformers takes for settings that are None in the model's file too.
-UNSET = ALL | {"top_k": 50}
+TRANSFORMERS_DEFAULTS = VLLM_DEFAULTS | {"top_k": 50}
 
 #: The classes of transformers with which the old policy agrees, or that leave a distribution as it is.
 KNOWN_PROCESSORS = {
@@ -132,7 +132,7 @@ def refuse_other_distributions(asked: Mapping[str, Any]) -> None:
             )
 
 
-def settle_fields(args: Any) -> None:
+def settle_config(args: Any) -> None:
     """Moves what becomes part of the old policy from `generation_kwargs` to the fields of a `TrollConfig`.
 
     Raises:
@@ -144,7 +144,7 @@ def settle_fields(args: Any) -> None:
     args.generation_kwargs = more or None
     fields = ("repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
     asked = {name: getattr(args, name) for name in fields} | more
-    asked.pop("suppress_tokens", None)  # a vision-language model may have to: `settle` knows
+    asked.pop("suppress_tokens", None)  # a vision-language model may have to: `settle_trainer` knows
     refuse_other_distributions(asked)
     if args.temperature is None:
         raise ValueError("temperature must be a number, since the old policy is the one at this temperature")
@@ -155,7 +155,7 @@ def settle_fields(args: Any) -> None:
         )
 
 
-def settle(trainer: Any) -> Any:
+def settle_trainer(trainer: Any) -> Any:
     """Makes the sampler of a trainer's rollouts draw from what the old policy will be.
 
     Returns:
@@ -180,10 +180,10 @@ def settle(trainer: Any) -> Any:
     without_file = args.use_vllm or args.use_transformers_continuous_batching or trainer.rollout_func is not None
     file = {} if without_file else trainer.model.generation_config.to_dict()
     file = {name: value for name, value in file.items() if value is not None}
-    left = [name for name in ALL if getattr(args, name) is None]
+    left = [name for name in VLLM_DEFAULTS if getattr(args, name) is None]
     taken = {name: file[name] for name in left if name in file}
     try:
-        args = args.with_sampling((ALL if without_file else UNSET) | taken)
+        args = args.with_sampling((VLLM_DEFAULTS if without_file else TRANSFORMERS_DEFAULTS) | taken)
     except ValueError as error:
         if not taken:
             raise
@@ -195,9 +195,11 @@ def settle(trainer: Any) -> Any:
         return args
     if are_among(file.get("suppress_tokens"), placeholders):
         sampler["suppress_tokens"] = file["suppress_tokens"]
-    _use(trainer, sampler, KNOWN_PROCESSORS | ({"SuppressTokensLogitsProcessor"} if placeholders else set()))
+    _set_generation_config(
+        trainer, sampler, KNOWN_PROCESSORS | ({"SuppressTokensLogitsProcessor"} if placeholders else set())
+    )
     if trainer.accelerator.is_main_process:
-        taken = {name: value for name, value in taken.items() if _sampler(args)[name] not in KEEPS_ALL[name]}
+        taken = {name: value for name, value in taken.items() if _sampler(args)[name] not in NO_TRUNCATION[name]}
         off = {k: v for k, v in file.items() if changes_distribution(k, v) and k not in sampler and k[0] != "_"}
         off.pop("do_sample", None)  # rollouts always sample
         _tell(taken, off)
@@ -233,7 +235,7 @@ def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], l
 
 
 def refuse_changes(trainer: Any) -> None:
-    """Raises ValueError if a script has changed the sampler since `settle`: the old policy would not follow."""
+    """Raises ValueError if a script has changed the sampler since `settle_trainer`: the old policy would not follow."""
     args = trainer.args
     if args.samples_as_trl:
         return
@@ -255,7 +257,7 @@ def refuse_changes(trainer: Any) -> None:
         refuse_other_distributions(now)
 
 
-def _use(trainer: Any, sampler: dict[str, Any], known: set[str]) -> None:
+def _set_generation_config(trainer: Any, sampler: dict[str, Any], known: set[str]) -> None:
     """Makes transformers generate rollouts with these settings of the sampler, and checks what they come to.
 
     Args:

@@ -113,13 +113,13 @@ class TrollTrainer(GRPOTrainer):
             *positional,
             **kwargs,
         )
-        args = self.args = sampling.settle(self)
+        args = self.args = sampling.settle_trainer(self)
         #: The tokens of the tokenizer that the model lacks, by id.
         self.missing_tokens = without_embedding(self.model, seam.tokenizer_of(self))
         checks.refuse_misfits(self)
         if self.accelerator.is_main_process:
             checks.warn_about(args, self.model)
-            checks.warn_about_saving(self.accelerator, self.model)
+            checks.warn_about_saving(self.accelerator)
         if args.kl_target is None:  # else the rate is not known yet
             checks.warn_about_precision(self.accelerator, self.model, args.learning_rate)
         self._prepare_models()
@@ -206,7 +206,7 @@ class TrollTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Overrides the parent: captures the old policy of a rollout, and gives the loss the new policy's scores."""
         score = super()._get_per_token_logps_and_entropies
-        scores = self.surrogate_loss.handed()
+        scores = self.surrogate_loss.take_scores()
         if scores is not None:
             return scores
         if self.old_policy.expects_scoring:
@@ -259,10 +259,10 @@ class TrollTrainer(GRPOTrainer):
         return gathered
 
     def passes_behind(self, *, anew: bool) -> int:
-        """How many passes before the current rollout's first one the network was the one that sampled it.
+        """The age, in passes, of the weights that sampled a rollout when its first pass begins.
 
         Args:
-            anew: Whether the next rollout is meant.
+            anew: Whether the next rollout is meant, not the current one.
         """
         return 0
 

@@ -18,6 +18,8 @@ from troll.trl.seam import loss_mask, restricted
 #: Rollouts in a row in which a grader could judge nothing, after which training ends.
 HOPELESS_ROLLOUTS = 3
 
+_NO_REASON = "the grader does not say why"
+
 
 class NothingJudgedError(RuntimeError):
     """Raised when a grader has judged nothing in three rollouts in a row; names the most frequent cause."""
@@ -101,9 +103,8 @@ class UngradedFilter:
         if not self._trouble:
             self._hopeless_rollouts = 0
             return
-        found = gather_object([(verdicts, reasons.most_common(1))])
-        commonest = (most for _, top in found for most in top)
-        reason, _ = max(commonest, key=lambda most: most[1], default=("the grader does not say why", 0))
+        found = gather_object([(verdicts, reasons)])
+        (reason, _), *_ = sum((each for _, each in found), Counter[str]()).most_common(1) or [(_NO_REASON, 0)]
         total = sum((counts for counts, _ in found), Counter[tuple[int, bool, bool]]())
         hopeless = self._rows.all() or any(_judges_nothing(total, place) for place in range(len(self._graders)))
         self._troubled_rollouts += 1

@@ -19,7 +19,7 @@ from rich.console import Console
 import troll
 import troll_lab
 import troll_sandbox
-from troll.files import json_text, write_atomically
+from troll.files import json_text, read_json, write_atomically
 from troll.trl.surrogates import SURROGATES, settings_read
 from troll_lab.runs.build import BuiltRun
 from troll_lab.runs.publishing import CARD_FILE, model_card, push
@@ -129,12 +129,15 @@ def _write_verdicts(folder: Path, trainer: LabTrainer, task: Task, step: int | N
 
     Completions are in the order of the evaluation, which TRL shuffles. The success is null if the completion could not
     be judged. Nothing is written if the task does not define success, or this process did not complete its last
-    evaluation, or the saved weights are those of an earlier `step`.
+    evaluation, or the saved weights are those of an earlier `step`; a file about other weights is then deleted.
     """
+    path = folder / "verdicts.json"
     steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
     successes = trainer.eval_metrics.successes[: len(task.eval_dataset) * samples]
     if not steps or steps[-1] != step or len(successes) < len(task.eval_dataset) * samples:
+        if path.is_file() and read_json(path).get("step") != step:
+            path.unlink()
         return
     verdicts = {
         "step": steps[-1],
@@ -142,7 +145,7 @@ def _write_verdicts(folder: Path, trainer: LabTrainer, task: Task, step: int | N
         "row": evaluation_order(trainer, task.eval_dataset),
         "success": [None if success is None else int(success) for success in successes],
     }
-    write_atomically(folder / "verdicts.json", json_text(verdicts) + "\n")
+    write_atomically(path, json_text(verdicts) + "\n")
 
 
 def _questions(task: Task) -> list[int]:

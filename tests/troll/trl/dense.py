@@ -1,22 +1,23 @@
-"""The TROLL loss of a micro-batch in float64, from full logits: plain code that shares nothing with the library.
+"""The TROLL loss of a micro-batch in float64, from full logits: the reference's steps, in TRL's aggregations.
 
-One token at a time: choose the outcomes, find the multiplier by bisection, differentiate through it by the implicit
-function theorem, which is one Newton step with a constant slope.
+The reference knows values and gradients; `differentiable` makes functions of a network's logits of them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.troll.trl import tiny
+from tests.troll.trust_region import reference
 from troll.trl import TrollConfig
 
-LOG_FLOOR = math.log(1e-12)
+LOG_FLOOR = math.log(reference.FLOOR)
 
 
 @dataclass
@@ -45,71 +46,69 @@ def completion_log_probs(model: Any, inputs: dict[str, Any], temperature: float 
     return log_probs.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
-def support(log_probs: Tensor, sampled: int, top_k: int, mass_threshold: float) -> list[int]:
-    """The most likely tokens until they cover the mass, at most top_k; the sampled one in the last place if need be."""
-    order = sorted(range(len(log_probs)), key=lambda v: (-float(log_probs[v]), v))
-    chosen: list[int] = []
-    for v in order[:top_k]:
-        if mass_threshold > 0 and 1 - float(log_probs[chosen].exp().sum()) <= mass_threshold:
-            break
-        chosen.append(v)
-    if sampled not in chosen:
-        if len(chosen) == top_k:
-            chosen.pop()
-        chosen.append(sampled)
-    return chosen
-
-
-def log_sum_exp(values: Tensor) -> Tensor:
-    return torch.logsumexp(values, dim=-1, keepdim=True)
-
-
 def outcomes(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> tuple[Tensor, Tensor, Tensor, int]:
     """log p̃ and log p over the outcomes, log p̃/p of the sampled token, and how many tokens the old policy kept."""
-    ids = support(old, sampled, args.support_top_k, args.mass_threshold)
-    rest = [v for v in range(len(old)) if v not in ids]
-    pair = [torch.cat([x[ids], log_sum_exp(x[rest])]) if rest else x[ids] for x in (new, old)]
+    new_row, old_row = (log_probs.detach().numpy() for log_probs in (new, old))
+    kept = reference.capture(old_row, sampled, args.support_top_k, args.mass_threshold)
+    members = reference.bucket_outcomes(new_row, kept).tokens
+    pair = [torch.stack([x[part].logsumexp(-1) for part in members]) for x in (new, old)]
     log_new, log_old = (log_probs.clamp(min=LOG_FLOOR).log_softmax(-1) for log_probs in pair)
-    return log_new, log_old, new[sampled] - old[sampled], len(ids)
+    return log_new, log_old, new[sampled] - old[sampled], len(kept.ids)
 
 
-def tilted(log_old: Tensor, s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    log_q = (log_old + tau * s).log_softmax(-1)
-    return log_q, (log_q.exp() * (log_q - log_old)).sum()
+def differentiable(value: float, gradient: reference.Array, logits: Tensor) -> Tensor:
+    """A number of which value and gradient are known, as a function of the logits."""
+    return value + (torch.from_numpy(gradient) * (logits - logits.detach())).sum()
 
 
-def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
-    raw = new.log_softmax(-1)
-    log_new, log_old, log_ratio, kept = outcomes(raw, old.detach().log_softmax(-1), sampled, args)
-    s = log_new - log_old
-    kl_before = float((log_new.exp() * s).sum())
-    to_old = (log_old.exp() * (log_old - log_new)).sum()
-    if kl_before <= args.kl_bound:
-        pull = to_old if args.pull == "proximal" else raw.sum() * 0
-        return Token(log_ratio, pull, kl_before, kl_before, 0.0, kept)
-
-    low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if float(tilted(log_old, s.detach(), middle)[1]) < args.kl_bound else (low, middle)
-    tau = low
-    log_q, kl = tilted(log_old, s, tau)
-    q = log_q.detach().exp()
-    slope = tau * (q * (s.detach() - (q * s.detach()).sum()).square()).sum()
-    tau = tau - (kl - kl.detach()) / slope
-    log_q, kl_after = tilted(log_old, s, tau)
-    log_ratio = tau * log_ratio - torch.logsumexp(log_old + tau * s, -1)
-    to_q = (log_new.exp() * (log_new - log_q.detach())).sum()
-    regression = to_old if args.pull == "proximal" else to_q
-    return Token(log_ratio, regression, kl_before, float(kl_after), float(1 / tau - 1), kept)
+def of_step(step: reference.StepRow, log_ratio: Tensor, new: Tensor, support: int) -> Token:
+    """The token of a step of the reference, whose pull moves only its own logits."""
+    regression = differentiable(step.regression, step.regression_gradient, new)
+    return Token(log_ratio, regression, step.kl_before, step.kl_after, step.multiplier, support)
 
 
-def tokens(new_logits: Tensor, old_logits: Tensor, inputs: dict[str, Any], args: TrollConfig) -> list[list[Token]]:
-    """Every scored token, by sequence."""
-    return [
-        [token(new_logits[b, t], old_logits[b, t], sampled, args) for t, sampled in row]
-        for b, row in enumerate(scored(inputs))
-    ]
+def sharing(new: Tensor, old: Sequence[reference.OldRow], weight: float, args: TrollConfig) -> list[Token]:
+    """The tokens, (t, V) new logits, that share one multiplier, with which every ratio depends on all of them."""
+    rows, found = list(zip(new.detach().numpy(), old, strict=True)), []
+    for t, upstream in enumerate(np.eye(len(rows))):
+        steps = reference.shared_step(rows, [weight] * len(rows), args.kl_bound, upstream, args.pull)
+        to_all = np.array([step.log_ratio_gradient for step in steps])
+        log_ratio = differentiable(steps[t].log_ratio, to_all, new)
+        found.append(of_step(steps[t], log_ratio, new[t], len(old[t].ids)))
+    return found
+
+
+def token_on(kept: list[int], new: Tensor, old: reference.Array, sampled: int, args: TrollConfig) -> Token:
+    """The token on what a sampler kept, whose pull is also of the kept tokens and all others as two outcomes."""
+    tail = reference.on_support(old, kept)[1]
+    log_probs, slot = reference.log_softmax(old[kept]), kept.index(sampled)
+    row = reference.OldRow(kept, log_probs, tail, slot, len(kept), 0.0, len(old))
+    step = reference.truncated_step(new.detach().numpy(), row, args.kl_bound, args.pull).step
+    return of_step(step, differentiable(step.log_ratio, step.log_ratio_gradient, new), new, len(kept))
+
+
+def tokens(
+    new_logits: Tensor,
+    old_logits: Tensor,
+    inputs: dict[str, Any],
+    args: TrollConfig,
+    kept: list[list[list[int]]] | None = None,
+) -> list[list[Token]]:
+    """Every scored token, by sequence; on the tokens that a sampler kept of each position, where they are given."""
+    found: list[list[Token]] = []
+    for b, places in enumerate(scored(inputs)):
+        new, old = new_logits[b], old_logits[b].numpy()
+        if kept is not None:
+            found.append([token_on(kept[b][t], new[t], old[t], sampled, args) for t, sampled in places])
+            continue
+        rows = [reference.capture(old[t], sampled, args.support_top_k, args.mass_threshold) for t, sampled in places]
+        at = [t for t, _ in places]
+        if args.constraint == "sequence" and places:
+            weight = 1 / len(places) if args.constraint_reduction == "mean" else 1.0
+            found.append(sharing(new[at], rows, weight, args))
+        else:
+            found.append([sharing(new[t : t + 1], [row], 1.0, args)[0] for t, row in zip(at, rows, strict=True)])
+    return found
 
 
 def with_tools(inputs: dict[str, Any]) -> dict[str, Any]:

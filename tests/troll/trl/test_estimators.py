@@ -105,10 +105,23 @@ def test_register_estimator_makes_a_function_an_estimator(make, registered):
     output = tiny.rolled_out(make(advantage_estimator=registered))
     rewards = torch.tensor(tiny.reward(tiny.unpadded(output)))
     torch.testing.assert_close(output["advantages"], rewards - rewards.max())
-    register_estimator(registered, Estimator(furthest))  # by a module that is loaded again
+
+
+def test_register_estimator_takes_a_new_function_of_the_same_module(registered):
+    """As when a cell of a notebook runs again, and makes a new function."""
+
+    def again(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
+        return rewards
+
+    register_estimator(registered, Estimator(again))
+    assert estimators.ESTIMATORS[registered].of_sequences is again
+
+
+@pytest.mark.parametrize("another", [Estimator(estimators.rloo), Estimator()], ids=["function", "none"])
+def test_register_estimator_refuses_a_name_that_another_module_has(registered, another):
     for taken in (registered, "group"):
-        with pytest.raises(ValueError, match=f"must be that of no other estimator, got '{taken}'"):
-            register_estimator(taken, Estimator(estimators.rloo))
+        with pytest.raises(ValueError, match=f"estimator '{taken}' is registered already: choose another name"):
+            register_estimator(taken, another)
 
 
 def test_the_command_line_takes_estimators_that_are_registered(registered, tmp_path, capsys):

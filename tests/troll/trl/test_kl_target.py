@@ -15,7 +15,7 @@ from transformers import TrainerCallback, get_scheduler
 from tests.troll.ages import kept_ages
 from tests.troll.trl import tiny
 from tests.troll.trl.resuming import forget, interrupted, resumed_exactly
-from tests.troll.trl.test_ungraded import Never
+from tests.troll.trl.test_ungraded import InTurn, Never
 from troll import KLTarget
 from troll.trl.callback import KL_TARGET, STATE
 from troll.trl.kl_target import SETTLED_ROLLOUTS
@@ -170,6 +170,27 @@ def test_rewards_without_an_advantage_move_nothing(make, rewards, levels):
     assert trainer.kl_target_rate.state_dict()["levels"].keys() == levels
 
 
+@pytest.mark.filterwarnings("ignore:.*could not be judged")
+@pytest.mark.parametrize(("deepspeed", "parts"), [(False, [1, 1, 0, 0]), (True, [1, 1, 0.9, 0.81])])
+def test_an_update_without_a_judged_token_is_walked_by_momentum_under_deepspeed(make, deepspeed, parts):
+    """DeepSpeed has made it when it could be skipped."""
+
+    class Pretend(TrainerCallback):
+        """That DeepSpeed trains, while the trainer's callback decides."""
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer.is_deepspeed_enabled = deepspeed
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer.is_deepspeed_enabled = False
+
+    keep, rewards = Keep(), [InTurn(True, False), tiny.reward]
+    settings = {**TARGET, "steps_per_generation": 2, "max_steps": 4}
+    trainer = keep.trainer = make(callbacks=[keep, Pretend()], reward_funcs=rewards, **settings)
+    trainer.train()
+    assert walk(trainer) == [pytest.approx(part * rate) for part, (rate, *_) in zip(parts, keep.rates, strict=True)]
+
+
 def test_a_step_that_the_optimiser_skips_is_not_walked(make, monkeypatch):
     """As in fp16, after an overflow."""
     trainer = make(**{**TARGET, "max_steps": 4})
@@ -206,6 +227,28 @@ def test_a_resumed_run_is_bit_by_bit_one_without_a_break(make, tmp_path):
     runs = interrupted(make, tmp_path, **{**settings, "save_steps": 10, "max_steps": 14})
     found = {entry["trust_region/kl_target/rate"] for entry in resumed_exactly(runs)}
     assert len(found) > 2 and min(found) > 2e-4  # it did not begin anew
+
+
+def test_state_is_complete_before_any_callback_ends_the_step(make):
+    """Transformers' own callbacks come first, and may save there (`enable_jit_checkpoint`)."""
+    walked: list[int] = []
+
+    class First(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            walked.append(len(state.stateful_callbacks[STATE][KL_TARGET]["walked"]))
+
+    trainer = make(**{**TARGET, "max_steps": 3})
+    trainer.callback_handler.callbacks.insert(0, First())
+    trainer.train()
+    assert walked == [1, 2, 3]
+
+
+def test_next_training_without_a_target_has_none(make):
+    trainer, _ = run(make, max_steps=2)
+    trainer.args.kl_target = None
+    trainer.callback_handler.pop_callback(Keep)
+    trainer.train()
+    assert trainer.kl_target_rate is None
 
 
 def test_a_checkpoint_without_a_state_begins_the_search(make, tmp_path):

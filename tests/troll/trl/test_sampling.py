@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from tests.tolerance import within
 from tests.troll.trl import tiny, vision
 from tests.troll.trl.engine import Engine, take_the_place_of_vllm
-from troll.trl import complete, sampling
+from troll.trl import complete, sampling, seam
 from troll.trl.micro_batch import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 
@@ -192,6 +192,11 @@ def test_suppressed_tokens_are_refused(make, anchor):
 @pytest.mark.parametrize(("name", "value"), [(name, x) for name in sampling.NEUTRAL for x in sampling.NEUTRAL[name]])
 def test_neutral_values_are_left_alone(name, value):
     assert not sampling.changes_distribution(name, value) and not sampling.changes_distribution(name, None)
+    plain, neutral = (GenerationConfig(**{"do_sample": True, **given}) for given in ({}, {name: value}))
+    # An empty list of tokens to suppress makes a processor that does nothing.
+    empty = {f"Suppress{when}LogitsProcessor" for when in ("Tokens", "TokensAtBegin")} if value == [] else set()
+    model = tiny.make_model("llama")
+    assert seam.score_processors(model, neutral) - empty == seam.score_processors(model, plain)
 
 
 def test_neutral_values_are_left_alone_without_a_word(make):

@@ -438,6 +438,33 @@ def test_interrupted_trainer_resumes_with_a_new_rollout(make, tmp_path):
     same_metrics(steps(trainer)[-2:], steps(whole)[-2:])
 
 
+def test_resumed_run_logs_and_saves_as_its_own_settings_say(make, tmp_path):
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    make(**settings, logging_steps=2, save_steps=2, max_steps=2).train()
+    trainer = make(**settings, logging_steps=1, save_steps=4, max_steps=6)
+    trainer.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [2, 3, 4, 5, 6]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+
+
+def test_stream_that_had_begun_anew_is_warned_of(make, tmp_path):
+    stream = tiny.make_dataset(4).to_iterable_dataset()
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 6}
+    make(**settings, train_dataset=stream, max_steps=6).train()
+    trainer = make(**settings, train_dataset=stream, max_steps=7)
+    with pytest.warns(UserWarning, match="stream of prompts had ended"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_training_logs_nothing_of_an_interrupted_one(make):
+    trainer = make(callbacks=[After(3, break_off)], logging_steps=4)
+    with pytest.raises(RuntimeError, match="broken off"):
+        trainer.train()
+    assert trainer._metrics["train"]["reward"]
+    trainer.begin()
+    assert not any(trainer._metrics["train"].values()) and trainer._current_train_step_time == 0
+
+
 def test_a_log_that_a_users_callback_asks_for_has_everything(make):
     """And the last one, where the callback stops the training."""
     log = After(2, lambda _, control: setattr(control, "should_log", True))

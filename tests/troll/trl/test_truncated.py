@@ -1,8 +1,6 @@
 """Truncated sampling: ratio, trust region and pull on the tokens that the sampler kept, against dense float64."""
 
-import copy
 import math
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -41,30 +39,13 @@ def restricted_log_probs(logits: Tensor, kept: list[list[list[int]]], inputs: di
     ]
 
 
-def on_kept_tokens(new: Tensor, old: Tensor, kept: list[int], sampled: int, args: TrollConfig) -> dense.Token:
-    """The token of two policies on the kept tokens, whose pull is also of these and all others as two outcomes."""
-    one = dense.token(new[kept], old[kept], kept.index(sampled), args)
-    rest = [v for v in range(len(old)) if v not in kept]
-    new_mass, old_mass = (
-        torch.stack([log_probs[kept].logsumexp(-1), log_probs[rest].logsumexp(-1)])
-        for log_probs in (new.log_softmax(-1), old.log_softmax(-1))
-    )
-    return replace(one, regression=one.regression + dense.token(new_mass, old_mass, 0, args).regression)
-
-
 @pytest.mark.parametrize(("sampler", "pull"), [*((each, "projection") for each in SAMPLERS), ("top-p", "proximal")])
 def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
     moved = dense.Moved(make, kl_bound=0.02, pull=pull, temperature=0.8, support_top_k=4, **SAMPLERS[sampler])
-    everything = copy.copy(moved.args)
-    everything.support_top_k, everything.mass_threshold = 48, 0.0
     projected = 0
     for inputs, old in moved.batches:
-        kept, new = kept_tokens(old, moved.args), moved.logits(inputs)
-        rows = [
-            [on_kept_tokens(new[b, t], old[b, t], kept[b][t], token, everything) for t, token in row]
-            for b, row in enumerate(dense.scored(inputs))
-        ]
-        moved.assert_loss(inputs, dense.loss(rows, inputs, everything), tiny.LOG_PROB_ERROR)
+        rows = dense.tokens(moved.logits(inputs), old, inputs, moved.args, kept_tokens(old, moved.args))
+        moved.assert_loss(inputs, dense.loss(rows, inputs, moved.args), tiny.LOG_PROB_ERROR)
         projected += sum(one.multiplier > 0 for row in rows for one in row)
     assert projected > 0
     assert float(moved.trainer.monitor.tally.totals["projected_fraction"][0]) == projected

@@ -1,6 +1,7 @@
 """Completions that a grader could not judge take no part in a rollout, even if other rewards score them."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, pairwise
 from types import SimpleNamespace
@@ -260,6 +261,13 @@ def test_three_rollouts_in_a_row_without_a_verdict_end_a_run(hopeless):
         roll_out(unscored, *rollout)
     with pytest.raises(NothingJudgedError, match="because of: no memory"):
         roll_out(unscored, *hopeless)
+
+
+def test_cause_is_the_most_frequent_one_of_all_processes(monkeypatch):
+    others: list[Any] = [(Counter(), Counter({"no memory": 2, "no answer": 1}))] * 3
+    monkeypatch.setattr("troll.trl.ungraded.gather_object", lambda own: own + others)
+    with pytest.warns(UserWarning, match="because of: no memory"):
+        roll_out(UngradedFilter(ACCELERATOR, [Never()], torch.ones(1)), [OTHER] * 4)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not say why")

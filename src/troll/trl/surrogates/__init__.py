@@ -7,13 +7,11 @@ your own, register both under a name; docs/surrogates.md has a complete file.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from trl import GRPOConfig
 
-from troll.settings import did_you_mean, number
+from troll.settings import did_you_mean, number, same_origin
 from troll.trl.surrogates.formulas import KLPenaltySettings, kl_penalty, regression, troll
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
 from troll.trust_region.probabilities import divergence, floored
@@ -69,51 +67,21 @@ SURROGATES: dict[str, Surrogate] = {
 def register_surrogate(name: str, surrogate: Surrogate) -> None:
     """Registers a surrogate under a name, which `TrollConfig.surrogate` takes from then on.
 
-    The same function may be registered again, for example by a module that is reloaded or a cell of a notebook that
-    runs again: its last registration counts.
-
     Args:
-        name: The name, of letters, digits and `_`.
+        name: The name, of letters, digits and `_`. One that is taken is an error, unless its function is of the same
+            module, such as one that is reloaded, or a notebook: the last registration counts.
         surrogate: The surrogate.
 
     Raises:
-        ValueError: If another surrogate has the name, or a part of the surrogate is not what it must be.
+        ValueError: If another module's surrogate has the name, or a part of the surrogate is not what it must be.
     """
     if not name.isidentifier():
         raise ValueError(f"name must consist of letters, digits and _, and begin with a letter or _, got {name!r}")
     earlier = SURROGATES.get(name)
-    if earlier is not None and earlier != surrogate and not _same_function(earlier.terms, surrogate.terms):
-        raise ValueError(
-            f"surrogate {name!r} is registered already, as {_described(earlier.terms)}: choose another name for "
-            f"{_described(surrogate.terms)}"
-        )
+    if earlier is not None and earlier != surrogate and not same_origin(earlier.terms, surrogate.terms):
+        raise ValueError(f"surrogate {name!r} is registered already: choose another name")
     _check(name, surrogate)
     SURROGATES[name] = surrogate
-
-
-def _same_function(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
-    """Whether two functions are one function of a file, which may have been loaded twice.
-
-    A lambda, or a function within another, has no name that distinguishes it from others there.
-    """
-    if one is None or other is None:
-        return False
-    if "<" in _qualified(one):
-        return one is other
-    return (_file(one), _qualified(one)) == (_file(other), _qualified(other))
-
-
-def _qualified(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", "<no name>")
-
-
-def _file(function: Callable[..., Any]) -> str:
-    """The file of a function's module, or its name in a notebook: a file may be loaded under two names."""
-    return getattr(sys.modules.get(function.__module__), "__file__", None) or function.__module__
-
-
-def _described(function: Callable[..., Any] | None) -> str:
-    return "TRL's own loss" if function is None else f"{_qualified(function)} of {_file(function)}"
 
 
 def _check(name: str, surrogate: Surrogate) -> None:
