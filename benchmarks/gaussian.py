@@ -100,18 +100,19 @@ def _errors() -> list[dict[str, Any]]:
 
 
 def bound_errors(name: str, new: Gaussian, old: Gaussian, mean_bound: float, covariance_bound: float) -> list[float]:
-    """The relative errors of the bounds that are active."""
+    """The relative errors of the bounds that are active, and of those that are not met; NaN where a distance is NaN."""
     if name in ("frobenius", "wasserstein"):  # their units are those of the covariance
         covariance_bound *= min(1.0, float(covariance(old).double().trace()))
     projection = PROJECTIONS[name](new, old, mean_bound, covariance_bound)
     mean, spread = exact_distances(name, projection.policy, old)
     if name == "joint":
-        return [abs((mean + spread) / mean_bound - 1)] if projection.mean_projected else []
-    pairs = (
-        (projection.mean_projected, mean / mean_bound),
-        (projection.covariance_projected, spread / covariance_bound),
-    )
-    return [abs(ratio - 1) for active, ratio in pairs if active]
+        pairs = [(projection.mean_projected, (mean + spread) / mean_bound)]
+    else:
+        pairs = [
+            (projection.mean_projected, mean / mean_bound),
+            (projection.covariance_projected, spread / covariance_bound),
+        ]
+    return [abs(ratio - 1) for active, ratio in pairs if active or not ratio <= 1]
 
 
 def _gradient_errors() -> list[dict[str, Any]]:

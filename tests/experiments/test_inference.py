@@ -50,6 +50,7 @@ def test_sign_flips_of_many_seeds_are_sampled() -> None:
     t = stats.ttest_1samp(differences, 0).pvalue
     assert 0.01 < t < 0.9 and found == pytest.approx(t, rel=0.1)  # close to it for so many
     assert found == sign_flip_p_value(differences)
+    assert sign_flip_p_value([0.01] * 23 + [5.0]) < 0.01  # all have one sign; the t-test's p is 0.3
 
 
 def test_holm() -> None:

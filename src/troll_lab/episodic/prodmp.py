@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 
 import torch
+from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
 #: Gauss-Legendre nodes between two time points: exact to rounding unless bases are narrower than a time step.
@@ -131,10 +132,6 @@ class ProDMP:
 
     def _quadrature(self) -> tuple[Tensor, Tensor]:
         """Nodes and weights of Gauss-Legendre quadrature in each time step, (T · nodes,)."""
-        # The eigenvalues of the polynomials' Jacobi matrix are the nodes (Golub and Welsch, 1969).
-        order = torch.arange(1, _NODES, dtype=torch.float64)
-        off_diagonal = order / torch.sqrt(4 * order.square() - 1)
-        values, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+        values, weights = map(torch.from_numpy, leggauss(_NODES))  # for the interval from -1 to 1
         nodes = self.times[:-1].unsqueeze(-1) + 0.5 * self.time_step * (1 + values)
-        weights = (self.time_step * vectors[0].square()).expand_as(nodes)
-        return nodes.flatten(), weights.flatten()
+        return nodes.flatten(), (0.5 * self.time_step * weights).expand_as(nodes).flatten()

@@ -63,14 +63,17 @@ def test_update_keeps_a_shared_covariance_within_its_bound() -> None:
 
 
 def test_update_moves_a_contextual_covariance_by_the_pull() -> None:
-    learner = learner_of(contextual_covariance=True)
-    rollout = episodes(learner, 0)
-    with torch.no_grad():
-        old = learner.policy(rollout.contexts)
-    learner.update(rollout, torch.Generator().manual_seed(0))
-    _, covariance = kl_parts(learner.policy(rollout.contexts), old)
-    assert covariance.shape == (64,)
-    assert (covariance > 0).all()
+    moved = []
+    for pull_weight in (1.0, 0.0):
+        learner = learner_of(contextual_covariance=True, pull_weight=pull_weight)
+        rollout = episodes(learner, 0)
+        with torch.no_grad():
+            old = learner.policy(rollout.contexts)
+        learner.update(rollout, torch.Generator().manual_seed(0))
+        _, covariance = kl_parts(learner.policy(rollout.contexts), old)
+        assert covariance.shape == (64,)
+        moved.append(covariance.mean().item())
+    assert 0 < 5 * moved[0] < moved[1]
 
 
 def test_restored_learner_goes_on_exactly() -> None:

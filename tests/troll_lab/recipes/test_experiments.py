@@ -149,4 +149,5 @@ def test_verls_scripts_describe_the_same_experiment(tmp_path: Path) -> None:
 def test_more_gpus_change_the_model_and_how_it_is_spread(script: str, tmp_path: Path) -> None:
     one, more = verl_settings("gsm8k-1-gpu.sh", tmp_path), verl_settings(script, tmp_path)
     spread = ("parallel_size", "model.path", "n_gpus_per_node", "nnodes", "experiment_name")
-    assert all(name.endswith(spread) for name in one.keys() | more.keys() if one.get(name) != more.get(name))
+    differing = {name for name in one.keys() | more.keys() if one.get(name) != more.get(name)}
+    assert "actor_rollout_ref.model.path" in differing and all(name.endswith(spread) for name in differing)

@@ -294,7 +294,7 @@ def test_a_closed_terminal_ends_the_runs_except_under_nohup(tmp_path, how, conso
     real, during = subprocess.Popen, []
 
     def started(*arguments: Any, **options: Any) -> Any:
-        during.append(signal.getsignal(signal.SIGHUP))
+        during.append((signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGINT)))
         return real(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", started)
@@ -304,7 +304,7 @@ def test_a_closed_terminal_ends_the_runs_except_under_nohup(tmp_path, how, conso
         assert signal.getsignal(signal.SIGHUP) == before
     finally:
         signal.signal(signal.SIGHUP, earlier)
-    assert during and all(callable(handler) == stops for handler in during)
+    assert during and all((closed is ctrl_c) == stops for closed, ctrl_c in during)
 
 
 def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict[str, str], console: Console) -> None:

@@ -3,6 +3,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from troll_lab.runs.toy_model import toy_model
@@ -58,6 +59,10 @@ def test_the_best_weights_are_kept_where_the_loss_rises(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["steps"] < hasty.max_steps
     assert manifest["loss"] < 6
+    ids = AutoTokenizer.from_pretrained(folder)(" ".join(PARAGRAPHS[0]), return_tensors="pt")["input_ids"][:, :16]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        assert model(ids, labels=ids).loss < 5  # 6.1 with the last weights
 
 
 def test_toy_text_model_depends_on_all_its_arguments(folder, tmp_path, monkeypatch):

@@ -504,12 +504,14 @@ def test_a_longer_run_is_unfinished_until_its_end(short_run, tmp_path, console, 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_results_are_those_of_the_best_weights_if_these_are_saved(short_run, tmp_path, console, monkeypatch, stopped):
     """No answer is ever right, so the first evaluation is the best; that of the last step has no checkpoint."""
+    short_run = [*short_run, "--task_options.random_reward", "0.5"]  # every evaluation has another reward
     monkeypatch.setattr(build, "_trainer", trainer_with(*([CtrlC("on_pre_optimizer_step", 2)] if stopped else [])))
     best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "pass@1", "--max_steps", "6"]
     assert train(recipes.load("quickstart", [*short_run, *best]), console) is not stopped
     folder = tmp_path / "run"
     summary, rows = summary_of(folder), {logs["step"]: logs for logs in lines_of(folder) if "eval_reward" in logs}
     assert (summary["success_after_step"], summary["reward_after"]) == (2, rows[2]["eval_reward"])
+    assert rows[2]["eval_reward"] != rows[max(rows)]["eval_reward"]
     assert summary["steps"] == max(rows) == (4 if stopped else 6) and not (folder / "verdicts.json").exists()
     assert "after step 2" in (folder / "model" / "README.md").read_text()
 
