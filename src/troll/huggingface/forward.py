@@ -287,7 +287,8 @@ def _check_against_logits(
     logits = logits.to(own)
     if bool(logits.isnan().any() | (logits == torch.inf).any()):
         # Repeated by this process only, it would gather a sharded head while the others, which have compared, do not.
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return several and torch.distributed.get_world_size() > 1
     finite = logits.isfinite()
     difference = (own - logits).masked_fill(~finite, 0).abs().max()
     # The product of half precision is rounded once; that of float32 is a sum of roundings.

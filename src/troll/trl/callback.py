@@ -64,7 +64,8 @@ class TrollCallback(TrainerCallback):
         # Of the checkpoint that transformers has read; a new run, and a checkpoint of another trainer, have none.
         resumed = _states(state).get(STATE)
         seam.skip_epochs(train_dataloader, int(state.epoch or 0))
-        if (state.epoch or 0) >= 1 and seam.rows_of_an_epoch(trainer) is None and state.is_world_process_zero:
+        # A stream counts as one epoch of `max_steps`: exactly 1 is the end of a training, more a stream that had ended.
+        if (state.epoch or 0) > 1 and seam.rows_of_an_epoch(trainer) is None and state.is_world_process_zero:
             warnings.warn(
                 "the checkpoint's stream of prompts had ended and begun anew, and transformers does not find its place "
                 "in it: the resumed run begins with its first prompt. For an exact resume, pass a Dataset",

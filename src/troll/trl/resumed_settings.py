@@ -18,7 +18,6 @@ _MAY_CHANGE = {
     "disable_tqdm",
     "enable_jit_checkpoint",
     "ignore_data_skip",
-    "load_best_model_at_end",
     "local_rank",
     "max_grad_norm",
     "max_steps",

@@ -21,13 +21,14 @@ the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old
 23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
 keeps its shape.
 
-Four guards limit the rate where a measurement can mislead, and each gives one warning:
+Four guards limit the rate where a measurement can mislead. Each gives one warning, once it cannot be noise:
 
     floor      what is measured at age 0 is more than half of what is wanted: the update says nothing
     fallen     entropy or success is below half of its recent mean: the rate is not raised, for a policy that has
                collapsed measures a small KL
     reached    the KL once was the wanted one: the rate stays below ten times the rate of that moment
-    held       two doublings of the rate have not raised the KL: the rate goes back, until the KL changes
+    held       two doublings of the rate have not raised a KL above 0.002 nats: the rate goes back, until the KL
+               changes (less may be rounding; so with eight updates a rollout, targets below 0.01 have no such guard)
 
 The KL is the divergence from the policy that sampled, not from a reference model.
 """
@@ -313,7 +314,7 @@ class KLTarget:
         # During the search, an older bound is only looser.
         older = [] if bound and state.reached is None else state.measured
         state.measured = [*older, measured][-self._window :]
-        state.comparable = 0 if bound or age < self._staleness else state.comparable + 1
+        state.comparable = 0 if bound or age <= self._staleness - 1 else state.comparable + 1
         self._hold_if_saturated()
         self._move_rate(BOUND_GROWTH if bound else GROWTH)
         if state.reached is None and state.comparable >= self._window and self._log_part() >= 0:

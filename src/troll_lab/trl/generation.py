@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
@@ -26,7 +27,8 @@ def generate_in_chunks(model: Any, size: int) -> None:
         config = kwargs.get("generation_config") or self.generation_config
         dictionary = kwargs.get("return_dict_in_generate", config.return_dict_in_generate)
         chunks = None if args or dictionary else split(kwargs, size)
-        if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self):
+        # accelerate's FSDP2 does not set the mark that transformers looks for.
+        if is_deepspeed_zero3_enabled() or isinstance(self, FSDPModule) or is_fsdp_managed_module(self):
             # Processes that share the weights need equally many calls, and perhaps only some can split their images.
             chunks = chunks if all(gather_object([chunks is not None])) else None
         if chunks is None:

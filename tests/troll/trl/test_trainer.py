@@ -456,6 +456,14 @@ def test_stream_that_had_begun_anew_is_warned_of(make, tmp_path):
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_stream_that_has_not_ended_is_resumed_without_a_warning(make, tmp_path):
+    stream = tiny.make_dataset(64).to_iterable_dataset()
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 4}
+    make(**settings, train_dataset=stream, max_steps=4).train()
+    with tiny.no_warnings_about("stream of prompts"):
+        make(**settings, train_dataset=stream, max_steps=6).train(resume_from_checkpoint=True)
+
+
 def test_training_logs_nothing_of_an_interrupted_one(make):
     trainer = make(callbacks=[After(3, break_off)], logging_steps=4)
     with pytest.raises(RuntimeError, match="broken off"):

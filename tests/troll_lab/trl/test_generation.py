@@ -66,9 +66,9 @@ def test_generate_keeps_its_checks_and_other_calls():
 
 
 def test_processes_that_share_weights_generate_equally_often(monkeypatch):
-    monkeypatch.setattr("troll_lab.trl.generation.is_fsdp_managed_module", lambda model: True)
-    monkeypatch.setattr("troll_lab.trl.generation.gather_object", lambda own: [*own, False])  # of one that cannot split
     model: Any = tiny.make_model("llama").eval()
+    monkeypatch.setattr("troll_lab.trl.generation.FSDPModule", type(model))  # as if `fully_shard` had changed its class
+    monkeypatch.setattr("troll_lab.trl.generation.gather_object", lambda own: [*own, False])  # of one that cannot split
     generate_in_chunks(model, 2)
     rows = record_rows(model)
     model.generate(**prompts(), **GREEDY)
