@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 
 import torch
-from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
 #: Gauss-Legendre nodes between two time points: exact to rounding unless bases are narrower than a time step.
@@ -132,6 +131,8 @@ class ProDMP:
 
     def _quadrature(self) -> tuple[Tensor, Tensor]:
         """Nodes and weights of Gauss-Legendre quadrature in each time step, (T · nodes,)."""
+        from numpy.polynomial.legendre import leggauss  # here, since importing the package must need torch only
+
         values, weights = map(torch.from_numpy, leggauss(_NODES))  # for the interval from -1 to 1
         nodes = self.times[:-1].unsqueeze(-1) + 0.5 * self.time_step * (1 + values)
         return nodes.flatten(), (0.5 * self.time_step * weights).expand_as(nodes).flatten()

@@ -51,6 +51,8 @@ def capture(
             slices of the vocabulary differ in size, or a policy that has been read lacks tokens that the sampler keeps.
     """
     source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
+    if truncation is None:
+        return _one_pass(source, token_ids, top_k, mass_threshold, entropy=False)[0]
     return captured(source, token_ids, top_k=top_k, mass_threshold=mass_threshold, truncation=truncation).policy
 
 
@@ -96,6 +98,7 @@ def captured(
     return CaptureResult(policy, entropies, added)
 
 
+@torch.no_grad()
 def _one_pass(
     source: LogitsSource | PolicyOnSupport, token_ids: Tensor, top_k: int, mass_threshold: float, entropy: bool
 ) -> tuple[SparsePolicy, Tensor | None]:
