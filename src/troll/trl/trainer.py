@@ -174,7 +174,7 @@ class TrollTrainer(GRPOTrainer):
         """
         sampling.refuse_changes(self)
         checks.refuse_few_rows(self)
-        seam.forget_rollout(self)
+        seam.begin_anew(self)
         self._make_parts()
 
     # The rollout

@@ -21,15 +21,6 @@ the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old
 23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
 keeps its shape.
 
-Four guards limit the rate where a measurement can mislead. Each gives one warning, once it cannot be noise:
-
-    floor      what is measured at age 0 is more than half of what is wanted: the update says nothing
-    fallen     entropy or success is below half of its recent mean: the rate is not raised, for a policy that has
-               collapsed measures a small KL
-    reached    the KL once was the wanted one: the rate stays below ten times the rate of that moment
-    held       two doublings of the rate have not raised a KL above 0.002 nats: the rate goes back, until the KL
-               changes (less may be rounding; so with eight updates a rollout, targets below 0.01 have no such guard)
-
 The KL is the divergence from the policy that sampled, not from a reference model.
 """
 
@@ -133,10 +124,14 @@ class KLTarget:
         ...
         rate = target.update(kl, age)    # in every update, before the optimiser's step, which uses it
 
-    While entropy or success is below half of its recent mean, the rate is not raised above the one with which that
-    began: a policy that has collapsed measures a small KL. It is not raised above ten times the rate that first reached
-    the wanted KL. And if two doublings of the rate have not raised the KL, it goes back, and stays there until the KL
-    changes. Each of these gives one warning.
+    Four guards limit the rate where a measurement can mislead. Each gives one warning, once it cannot be noise:
+
+    - What is measured at age 0 is more than half of what is wanted: the update says nothing.
+    - Entropy or success is below half of its recent mean: the rate is not raised above the one with which that began,
+      for a policy that has collapsed measures a small KL.
+    - The KL once was the wanted one: the rate stays below ten times the rate of that moment.
+    - Two doublings of the rate have not raised a KL above 0.002 nats: the rate goes back, until the KL changes. (Less
+      may be rounding. So with eight updates a rollout, targets below 0.01 have no such guard.)
 
     The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
 

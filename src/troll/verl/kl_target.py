@@ -97,7 +97,7 @@ class KLTargetScheduler:
             learning_rate=self.peak,
             warn=logger.warning if warns else lambda message: None,
         )
-        # How many of them were made on the current rollout. Checkpoints lie between rollouts.
+        # The batches and the updates that were made on the current rollout. Checkpoints lie between rollouts.
         self._batches_on_rollout = self._updates_on_rollout = 0
         self._used = self._write()
 

@@ -56,9 +56,9 @@ class LabConfig(TrollConfig):
     Args:
         advantage_estimator: How advantages are computed from rewards: "group", TRL's (GRPO, and Dr.GRPO and GSPO by
             TRL's own settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline",
-            the same after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens", the same for
-            rewards of tokens; or "gae", PPO's, with a critic. "reinforce_plus_plus" and "gae" do not
-            compare groups and also work with `num_generations=1`.
+            the same after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens", the same for rewards
+            of tokens; or "gae", PPO's, with a critic. "reinforce_plus_plus" and "gae" do not compare groups and also
+            work with `num_generations=1`.
         critic_kwargs: γ, λ and the critic of "gae" as a JSON object, e.g. `{"learning_rate": 1e-4, "gamma": 0.99}`.
             See docs/estimators.md.
         generation_chunk_size: The number of completions that transformers generates in one call, which bounds the

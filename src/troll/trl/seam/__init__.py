@@ -169,7 +169,7 @@ def write_rates(scheduler: LambdaLR) -> None:
     scheduler._last_lr = rates
 
 
-def forget_rollout(trainer: Any) -> None:
+def begin_anew(trainer: Any) -> None:
     """Makes TRL begin with a rollout by the current weights, and without what an interrupted training has measured."""
     trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 0, None, -1
     trainer._current_train_step_time, trainer._entropy_window_stats = 0.0, None

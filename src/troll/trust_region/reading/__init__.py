@@ -2,8 +2,8 @@
 
 From a call to a kernel:
 
-    capture            →  captured  →  _largest_of_source  →  TritonTile.select  →  its kernels
-    trust_region_step  →  read      →  _Read.forward       →  TritonTile.read    →  its kernel
+    capture            →  _one_pass  →  _largest_of_source  →  TritonTile.select  →  its kernels
+    trust_region_step  →  read       →  _Read.forward       →  TritonTile.read    →  its kernel
 
 `LogitsSource.tile_class` chooses between `TritonTile` and `Tile`, which does the same in torch.
 """

@@ -51,7 +51,7 @@ def capture(
             slices of the vocabulary differ in size, or a policy that has been read lacks tokens that the sampler keeps.
     """
     source = Logits(source, temperature=None) if isinstance(source, Tensor) else source
-    if truncation is None:
+    if truncation is None:  # one call fewer to the kernels
         return _one_pass(source, token_ids, top_k, mass_threshold, entropy=False)[0]
     return captured(source, token_ids, top_k=top_k, mass_threshold=mass_threshold, truncation=truncation).policy
 
