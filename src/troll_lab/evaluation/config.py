@@ -90,7 +90,7 @@ class EvaluationConfig:
     def resolved_temperature(self) -> float:
         """The temperature, by default greedy for one completion and the model's own distribution for several."""
         default = 0.0 if self.samples == 1 else 1.0
-        return default if self.temperature is None else self.temperature
+        return default if self.temperature is None else float(self.temperature)  # transformers refuses an integer
 
     @property
     def resolved_ks(self) -> list[int]:

@@ -39,6 +39,7 @@ def test_evaluation_config_has_defaults(settings: Callable[..., EvaluationConfig
     assert settings(samples=1).resolved_temperature == 0
     assert settings(samples=2).resolved_temperature == 1
     assert settings(samples=1, temperature=0.5).resolved_temperature == 0.5
+    assert isinstance(settings(samples=2, temperature=1).resolved_temperature, float)
     assert settings().resolved_ks == [1, 3]
     assert settings(ks=[3, 2, 2]).resolved_ks == [2, 3]
     assert settings(model="org/name", output_dir=None).folder == Path("runs/eval-org-name")
