@@ -32,6 +32,8 @@ from troll_lab.runs.recorded import SUCCESS, TRUST, Run, metric, number
 
 # Settings with their own column, and settings of a run's output only.
 _APART = {"surrogate", "learning_rate", "seed", "output_dir", "resume_from_checkpoint", "use_cpu"}
+# What a row names, whatever its recipe has: `learning_rate` is another number with it.
+_NAMED = {"kl_target"}
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
 
@@ -175,14 +177,14 @@ def _foreign(read: Collection[str]) -> set[str]:
 
 @cache
 def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
-    """A recipe's resolved settings, and the fields of its grid."""
+    """A recipe's resolved settings, and the fields that its rows name with the recipe's value too."""
     own = RECIPES / f"{name}.yaml"
     if name not in recipes.names() and not own.is_file():
         raise ValueError(f"{name} is neither a recipe of the package nor in {RECIPES}: its runs' changes are unknown")
     given = str(own) if own.is_file() else name
     _, grid = recipes.read(given)
     first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
-    return flat(_as_in_a_file(recipes.plain(recipes.load(given, first)))), set(grid)
+    return flat(_as_in_a_file(recipes.plain(recipes.load(given, first)))), {*grid, *_NAMED}
 
 
 def _curve(run: Run) -> tuple[int, tuple[int, ...]]:

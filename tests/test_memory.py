@@ -75,7 +75,10 @@ def test_table_adds_up() -> None:
     assert found.table["optimiser"] == (2 * weights.weights,) * 3
     # 64 completions: ids, masks and log-probabilities, and the old policies with K = 64.
     assert found.table["rollout and old policies"][0] == 64 * (16 * 48 + 32 * (12 + 12 + 8 * 64))
-    assert estimated("--surrogate", "clip").table["rollout and old policies"][0] == 64 * (16 * 48 + 12 * 32)
+    # The clip keeps none, unless a target measures its KL.
+    clip = [estimated("--surrogate", "clip", "--kl_target", target).table for target in ("0.03", "null")]
+    assert clip[0]["rollout and old policies"] == found.table["rollout and old policies"]
+    assert clip[1]["rollout and old policies"][0] == 64 * (16 * 48 + 12 * 32)
     assert found.table["keys and values"][0] > 0
     assert (
         found.table["keys and values"][0] == 4 * estimated("--generation_chunk_size", "16").table["keys and values"][0]

@@ -72,13 +72,14 @@ def test_readme_says_of_the_kl_target_what_it_found() -> None:
 
     assert row("K1", "(a) and (b)")[-1] == row("K2", "(a) and (b)")[-1] == "holds"  # "to within 5 points"
     a, b = row("K2", "(a)"), row("K2", "(b)")
-    said = f"best constant rate is {a[3]} in (a), {b[3]} in (b); for TROLL {a[4]}, {b[4]}."
-    said += f" On SmolLM2 it is {row('K3', 'SmolLM2')[3]}, of three methods."
-    assert said in " ".join(README.split())
-    low = next(row for row in rows_of(STUDY / "kl-target.md", "TROLL") if len(row) == 10)[8]
+    small, low = (
+        row("K3", "SmolLM2"),
+        next(row for row in rows_of(STUDY / "kl-target.md", "TROLL") if len(row) == 10)[8],
+    )
+    said = f"best constant rate is {a[3]} in (a), {b[3]} in (b), {small[3]} on SmolLM2; "
+    said += f"TROLL's {a[4]}, {b[4]}, {small[4]}, and {low} from 1e-6 in (a)."
     behind = {row[0]: row[2] for row in rows_of(STUDY / "kl-target.md", "(") if row[1] == "KL penalty"}
-    said = f"TROLL's is {low} in (a). With the target, TROLL minus the penalty is "
-    said += f"{behind['(a)']} in (a), {behind['(b)']} in (b)."
+    said += f" TROLL minus the KL penalty is then {behind['(a)']} in (a), {behind['(b)']} in (b)."
     assert said in " ".join(README.split())
 
 

@@ -13,10 +13,11 @@ from trl.trainer.utils import RepeatSampler
 
 from experiments import RECIPES, grid, table
 from experiments import __main__ as command
-from experiments.collect import collect
+from experiments.collect import collect, identity_of
 from experiments.table import Result
 from tests.experiments.made import REGIME, result, run_folder
 from troll.trl.surrogates import settings_read
+from troll_lab import recipes
 from troll_lab.runs.grid import PlannedRun, expand
 
 RISING = (0, 20, 40, 60, 80, 80)
@@ -182,6 +183,17 @@ def test_collect_takes_rates_that_follow_a_target(
     (row,) = table.read_csv(tmp_path / "new.csv")
     assert row.rates == rates and ("kl_target" in dict(row.settings)) == (target is not None)
     assert ("rates" in (tmp_path / "new.csv").read_text().splitlines()[0]) == (target is not None)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_a_row_names_the_target_that_its_recipe_has(surrogate: str) -> None:
+    target = recipes.load("quickstart").training.kl_target
+    assert target is not None
+    found, rates = [], {"learning_rate": ["1e-4"]}
+    for fields in ({}, rates, {**rates, "kl_target": [str(target)]}, {"kl_target": ["null"]}):
+        (run,) = expand(["quickstart"], {"surrogate": [surrogate], **fields})
+        found.append(dict(identity_of(run)[3]).get("kl_target"))
+    assert found == [str(target), None, str(target), None]
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])

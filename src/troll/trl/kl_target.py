@@ -21,6 +21,8 @@ SETTLED_ROLLOUTS = 4
 
 #: The schedulers that set the learning rate by what they measure.
 OWN_RATE_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
+#: What to do instead, at the end of an error.
+CONSTANT = "For a rate that is not measured, set kl_target to None (null in a recipe)"
 
 Schedule = Callable[[int], float]
 
@@ -38,12 +40,12 @@ def check_target(args: Any) -> None:
         raise ValueError(
             f"kl_target needs updates of one rollout each: {args.rollout_steps} passes a rollout "
             "(steps_per_generation times num_iterations) must be a multiple of gradient_accumulation_steps, "
-            f"got {args.gradient_accumulation_steps}"
+            f"got {args.gradient_accumulation_steps}. {CONSTANT}"
         )
     if args.updates_per_rollout == 1:
         raise ValueError(
             "kl_target needs updates_per_rollout of at least 2, got 1: in the first update on a rollout the policy "
-            "is still the one that sampled, and its KL says nothing about the learning rate"
+            f"is still the one that sampled, and its KL says nothing about the learning rate. {CONSTANT}"
         )
     if not args.learning_rate > 0:
         raise ValueError(

@@ -6,6 +6,9 @@ of another recipe that the file does not set; `grid: {field: [values]}` makes it
 `plugins: [FILE.py, module]` (files relative to the recipe) are imported before settings are read, and register
 surrogates of the user, for example. To add a recipe, add a file to this folder.
 
+A recipe or a command that sets `learning_rate` and no `kl_target` has this rate, also where the recipe below it follows
+a target.
+
 A setting in a field with a dictionary is `field.name` on the command line and in a grid, such as
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.
 
@@ -19,7 +22,7 @@ inside another one is JSON. A key that occurs twice is an error.
 """
 
 from troll_lab.recipes.fields import FIELDS, LISTS, PLUGINS, RecipeError, as_argument, differences
-from troll_lab.recipes.layers import CONFIG_FILE, FOLDER, find, load_plugins, name_of, names, read
+from troll_lab.recipes.layers import CONFIG_FILE, FOLDER, find, left_by, load_plugins, name_of, names, read
 from troll_lab.recipes.recipe import Recipe, load, plain, save
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "as_argument",
     "differences",
     "find",
+    "left_by",
     "load",
     "load_plugins",
     "name_of",

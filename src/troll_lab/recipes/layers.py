@@ -170,10 +170,13 @@ def left_by(above: Mapping[str, object], settings: dict[str, Any]) -> dict[str, 
 
     Args:
         above: The fields of the layer above. With the value of another surrogate or task, the settings of the one below
-            are not inherited; None stands for values that are not known.
+            are not inherited; None stands for values that are not known. A learning rate of its own is meant as one,
+            so a KL target, which would only begin there, is not inherited either.
         settings: The settings below.
     """
     replaced = ROLLOUT_LENGTH if ROLLOUT_LENGTH & above.keys() else frozenset()
+    if "learning_rate" in above:
+        replaced |= {"kl_target"}
     for name, (default, owned) in OWNERS.items():
         given = above.get(name)
         if given is not None and settings.get(name, default) != given:

@@ -196,8 +196,9 @@ def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[
 
 def _measures(assignment: Assignment, fields: Mapping[str, Any]) -> bool:
     """Whether updates measure distributions with any surrogate."""
+    inherited = recipes.left_by(assignment, dict(fields))
     for name in ("kl_target", "truncated_ratio"):
-        value = assignment.get(name, fields.get(name))
+        value = assignment.get(name, inherited.get(name))
         bare = name in assignment and value is None  # a flag without a value is true
         if bare or str(value).lower() not in ("none", "null", "false"):
             return True

@@ -128,7 +128,7 @@ def _train(run: BuiltRun, console: Console) -> bool:
 
 
 def _method(training: LabConfig) -> str:
-    """The surrogate and the estimator in words, with the trust region's bound if there is one."""
+    """The surrogate and the estimator in words, with the trust region's bound and the KL target if there are any."""
     names = {
         "troll": f"TROLL, KL bound {training.kl_bound}",
         "regression": f"TROLL's regression term only, KL bound {training.kl_bound}",
@@ -137,6 +137,8 @@ def _method(training: LabConfig) -> str:
     surrogate = names.get(training.surrogate, f"surrogate {training.surrogate}")
     if training.surrogate == "kl_penalty":
         surrogate = f"a KL penalty, weight {training.own_settings.weight}"
+    if training.kl_target is not None:
+        surrogate += f", KL target {training.kl_target}"
     return surrogate if training.advantage_estimator == "group" else f"{surrogate}, {training.advantage_estimator}"
 
 

@@ -54,8 +54,8 @@ def one_point(name: str) -> list[str]:
     ("rollout", "save_steps", "logging_steps"),
     [
         (["--updates_per_rollout", "6"], 228, 12),
-        (["--updates_per_rollout", "1"], 224, 8),
-        (["--steps_per_generation", "4", "--gradient_accumulation_steps", "3"], 224, 8),
+        (["--updates_per_rollout", "1", "--kl_target", "null"], 224, 8),
+        (["--steps_per_generation", "4", "--gradient_accumulation_steps", "3", "--kl_target", "null"], 224, 8),
         (["--updates_per_rollout", "6", "--save_steps", "224"], 224, 12),
         (["--updates_per_rollout", "6", "--save_steps", "0.1"], 0.1, 12),
     ],
@@ -427,6 +427,27 @@ def test_a_recipe_extends_another_by_name_or_by_path(mine) -> None:
     base, top = recipes.load("quickstart"), recipes.load(mine("extends: base.yaml\nmax_steps: 24\n"))
     assert (top.training.kl_bound, top.training.max_steps) == (0.1, 24)
     assert top.settings == base.settings | {"kl_bound": 0.1, "max_steps": 24}
+
+
+def test_a_learning_rate_is_one_and_not_the_start_of_a_search_unless_its_layer_says_so(mine) -> None:
+    rate = ["--learning_rate", "1e-4"]
+    assert recipes.load("quickstart", ["--beta", "0"]).training.kl_target is not None
+    for constant in (
+        recipes.load("quickstart", rate),
+        recipes.load(mine("extends: quickstart\nlearning_rate: 1e-4\n", "own")),
+        recipes.load(mine("extends: own.yaml\nmax_steps: 16\n")),
+        expand(["quickstart"], {"learning_rate": ["1e-4"]})[0].recipe,
+        expand([mine("extends: quickstart\ngrid: {learning_rate: [1e-4, 3e-4]}\n")], {})[0].recipe,
+    ):
+        assert (constant.training.kl_target, constant.training.learning_rate) == (None, 1e-4)
+        assert "kl_target" not in recipes.plain(constant)
+    target = ["--kl_target", "0.01"]
+    for start in (
+        recipes.load("quickstart", [*rate, *target]),
+        recipes.load(mine("extends: quickstart\nlearning_rate: 1e-4\nkl_target: 0.01\n")),
+        recipes.load(mine("extends: quickstart\nlearning_rate: 1e-4\n", "own"), target),
+    ):
+        assert (start.training.kl_target, start.training.learning_rate) == (0.01, 1e-4)
 
 
 def test_a_field_takes_the_place_of_the_grid_it_extends(mine) -> None:
