@@ -32,7 +32,7 @@ from troll_lab.runs.recorded import SUCCESS, TRUST, Run, metric, number
 
 # Settings with their own column, and settings of a run's output only.
 _APART = {"surrogate", "learning_rate", "seed", "output_dir", "resume_from_checkpoint", "use_cpu"}
-# What a row names, whatever its recipe has: `learning_rate` is another number with it.
+# What a row names if a run has it, whatever its recipe has: `learning_rate` is another number with it.
 _NAMED = {"kl_target"}
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
@@ -151,7 +151,7 @@ def _settings(recipe: str, surrogate: str, settings: Mapping[str, Any], read: Ma
         for name, value in settings.items()
         if name not in apart
         and not name.startswith(_LEFT_BEHIND)
-        and (plain.get(name) != value or (name in varied and value is not None))
+        and ((plain.get(name) != value and name not in _NAMED) or (name in varied and value is not None))
     }
     measured = set(MEASURING) - set(SURROGATES[surrogate].reads) if surrogate in SURROGATES else set()
     own = {name: value for name, value in read.items() if value is not None and name not in measured}
