@@ -21,7 +21,7 @@ REMEDY = (
 )
 _RATE = "learning_rate (a resumed run keeps that of its checkpoint)"
 #: Where users find how to choose the settings that warnings name.
-CHOOSING = "see docs/trl.md#choosing-kl_bound-and-kl_target"
+CHOOSING = "see docs/trl.md#choosing-kl_target-and-kl_bound"
 #: A larger fraction of projected tokens than this, over this many rollouts, is worth a warning. A healthy run had
 #: 11 %, and one with a bound that was too narrow 86 %.
 LARGE_FRACTION, WATCHED_ROLLOUTS = 0.3, 2
