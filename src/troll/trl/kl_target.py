@@ -14,7 +14,7 @@ from troll.trl import seam
 from troll.trl.estimators import combine_rewards
 from troll.trl.monitor import CHOOSING
 from troll.trust_region.metrics import Tally, masked_total
-from troll.trust_region.rate import KLTarget
+from troll.trust_region.rate import LEAST_IN_BFLOAT16, KLTarget
 
 #: After so many rollouts the rate is near the one that it will stay at.
 SETTLED_ROLLOUTS = 4
@@ -50,6 +50,12 @@ def check_target(args: Any) -> None:
     if not args.learning_rate > 0:
         raise ValueError(
             f"kl_target begins its search at learning_rate, which must be above 0, got {args.learning_rate}"
+        )
+    if args.bf16 and args.kl_target < LEAST_IN_BFLOAT16:
+        warnings.warn(
+            f"kl_target {args.kl_target:g} is too small for bf16, whose rounding shows up to 6e-4 nats after a step: "
+            f"the rate would fall on and on. Set at least {LEAST_IN_BFLOAT16}, or bf16=False",
+            stacklevel=4,
         )
     # As users write them, not as transformers' enumerations.
     scheduler, optimizer = (str(getattr(x, "value", x)) for x in (args.lr_scheduler_type, args.optim))

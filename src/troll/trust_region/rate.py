@@ -52,6 +52,8 @@ LEAST_RISE = 0.25
 #: It is judged while the KL is above so many nats, since bfloat16 shows up to 6e-4 after any step, however short, and
 #: none before it; and below this part of the wanted one.
 ROUNDING, JUDGED = 2e-3, 3 / 4
+#: Of a smaller target, bfloat16's rounding is most of what is measured: the rate would fall on and on.
+LEAST_IN_BFLOAT16 = 0.005
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
 #: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.

@@ -298,6 +298,14 @@ def test_what_no_kl_can_set_the_rate_of_is_refused_by_name(config, settings, mes
         config(**settings)
 
 
+def test_a_target_within_the_rounding_of_bf16_is_warned_about(config, recwarn):
+    config(kl_target=0.001)
+    config(kl_target=0.01, bf16=True)
+    assert not [each for each in recwarn if "kl_target" in str(each.message)]
+    with pytest.warns(UserWarning, match=r"kl_target 0\.001 is too small for bf16"):
+        config(kl_target=0.001, bf16=True)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_scheduler_without_functions_is_refused_before_a_step(make, wrapped):
     """Also within accelerate's wrapper, as one of DeepSpeed's own is."""
