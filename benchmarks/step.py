@@ -38,9 +38,9 @@ TRAINERS: dict[str, Trainer] = {BASELINE: (GRPOTrainer, GRPOConfig, {}), TROLL: 
 #: Those of the benchmark `kl_target`, which compares them with the step of `TrollTrainer` without a target.
 WITH_TARGET: dict[str, Trainer] = {
     TROLL: TRAINERS[TROLL],
-    "TrollTrainer, kl_target": (TrollTrainer, TrollConfig, {"kl_target": 0.03}),
+    "TrollTrainer, kl_target": (TrollTrainer, TrollConfig, {"kl_target": 0.1}),
     "TrollTrainer, clip": (TrollTrainer, TrollConfig, {"surrogate": "clip"}),
-    "TrollTrainer, clip, kl_target": (TrollTrainer, TrollConfig, {"surrogate": "clip", "kl_target": 0.03}),
+    "TrollTrainer, clip, kl_target": (TrollTrainer, TrollConfig, {"surrogate": "clip", "kl_target": 0.1}),
 }
 _ALL = TRAINERS | WITH_TARGET
 

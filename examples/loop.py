@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16, help="completions of a prompt, which are compared")
     parser.add_argument("--updates", type=int, default=4, help="updates on a rollout, at least 2")
     parser.add_argument("--kl_bound", type=float, default=0.05, help="how far a token's policy may move, in nats")
-    parser.add_argument("--kl_target", type=float, default=0.03, help="how far the network should move, on average")
+    parser.add_argument("--kl_target", type=float, default=0.1, help="how far completions should move, in nats")
     parser.add_argument(
         "--learning_rate", type=float, help="the search begins at a hundredth of it; 1e-2, or 1e-5 with --model"
     )
@@ -167,15 +167,15 @@ def main() -> None:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             # The learning rate that moves the network as far as wanted. `age` updates were made since the sampling.
-            kl = metrics["kl_before_mean"].item()
-            rate = target.update(kl, age, success=rewards[rows].mean().item())
+            kl, length = metrics["kl_before_mean"].item(), counts[rows].sum(-1).float().mean().item()
+            rate = target.update(kl, age, length=length, success=rewards[rows].mean().item())
             for weights in optimizer.param_groups:
                 weights["lr"] = rate
             optimizer.step()
             largest_kl = max(largest_kl, metrics["kl_after_max"].item())
 
         print(
-            f"{rollout:7}  {rewards.mean():6.3f}  {(rewards == 1).float().mean():9.1%}  {kl:15.4f}"
+            f"{rollout:7}  {rewards.mean():6.3f}  {(rewards == 1).float().mean():9.1%}  {kl * length:15.4f}"
             f"  {target.wanted(age):6.4f}  {metrics['projected_fraction']:17.1%}  {largest_kl:10.4f}  {rate:.1e}"
             f"  {asked[0][0][-20:]!r} → {texts[0][:20]!r}",
             flush=True,

@@ -19,7 +19,7 @@ model = Qwen3ForCausalLM(
 optimizer = torch.optim.AdamW(model.parameters())
 # The learning rate follows the KL to the policy that sampled; the search begins at a hundredth of this one. It is
 # this high because the model is tiny and has one rollout: for a real one, take the rate that you use without a target.
-target = troll.KLTarget(0.03, updates_per_rollout=8, learning_rate=0.5)
+target = troll.KLTarget(0.1, updates_per_rollout=8, learning_rate=0.5)
 
 # Prompts of different lengths, padded on the left, four completions each.
 prompts = torch.randint(1, 1000, (4, PROMPT)).repeat_interleave(4, 0)
@@ -44,9 +44,9 @@ inputs = {"input_ids": sequences, "labels": labels, "attention_mask": attention_
 old = troll.huggingface.capture(model, **inputs, temperature=TEMPERATURE)
 
 for update in range(8):
-    step = troll.huggingface.trust_region_step(model, **inputs, old=old, kl_bound=0.05, temperature=TEMPERATURE)
+    step = troll.huggingface.trust_region_step(model, **inputs, old=old, kl_bound=0.02, temperature=TEMPERATURE)
     loss, metrics = troll.troll_loss(step, advantages, mask=labels[:, 1:] != -100)
-    rate = target.update(metrics["kl_before_mean"].item(), age=update)
+    rate = target.update(metrics["kl_before_mean"].item(), age=update, length=COMPLETION)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad()

@@ -24,7 +24,7 @@ def test_own_loop_keeps_every_update_within_the_bound(capsys: pytest.CaptureFixt
     largest_kl = [float(found[3]) for found in numbers]
     assert losses[-1] < losses[0]
     assert largest_kl[0] == 0  # equal policies
-    assert max(largest_kl) == pytest.approx(0.05, abs=1e-4)  # some tokens were projected, none lies outside
+    assert max(largest_kl) == pytest.approx(0.02, abs=1e-4)  # some tokens were projected, none lies outside
 
 
 @pytest.mark.parametrize("name", ["own_loop", "distil"])
@@ -42,7 +42,7 @@ def test_loop_learns_within_the_bound() -> None:
     rewards, _, measured, wanted, _, largest_kl, rates = list(zip(*numbers, strict=True))[1:]
     assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])  # five seeds gave 1.8 to 2.8
     assert max(largest_kl) == pytest.approx(0.05, abs=1e-4)  # some tokens were projected, none lies outside
-    assert wanted == pytest.approx([0.03 * (3 / 7) ** 0.5] * len(lines), abs=1e-4)
+    assert wanted == pytest.approx([0.1 * (3 / 7) ** 0.5] * len(lines), abs=1e-4)
     assert min(measured) > 0
     assert len(set(rates)) > 1
 

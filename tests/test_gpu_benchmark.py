@@ -51,7 +51,7 @@ def write_run(folder: Path, finished: bool) -> None:
     for step in range(1, 5):
         line = {"step": step, "step_time": 5.0 if step % 2 else 1.0, "reward": step / 10, "entropy": 0.5}
         line |= {"rewards/success/mean": 0.5, "completions/mean_length": 1000.0}
-        line |= {"trust_region/kl_before_mean": step / 100, "trust_region/kl_target/wanted": 0.03}
+        line |= {"trust_region/kl_target/measured": step / 100, "trust_region/kl_target/wanted": 0.03}
         lines.append(line | {"trust_region/kl_target/rate": 1e-5 * step})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -14,7 +15,7 @@ from troll.trl import seam
 from troll.trl.estimators import combine_rewards
 from troll.trl.monitor import CHOOSING
 from troll.trust_region.metrics import Tally, masked_total
-from troll.trust_region.rate import LEAST_IN_BFLOAT16, KLTarget
+from troll.trust_region.rate import BFLOAT16, KLTarget
 
 #: After so many rollouts the rate is near the one that it will stay at.
 SETTLED_ROLLOUTS = 4
@@ -50,12 +51,6 @@ def check_target(args: Any) -> None:
     if not args.learning_rate > 0:
         raise ValueError(
             f"kl_target begins its search at learning_rate, which must be above 0, got {args.learning_rate}"
-        )
-    if args.bf16 and args.kl_target < LEAST_IN_BFLOAT16:
-        warnings.warn(
-            f"kl_target {args.kl_target:g} is too small for bf16, whose rounding shows up to 6e-4 nats after a step: "
-            f"the rate would fall on and on. Set at least {LEAST_IN_BFLOAT16}, or bf16=False",
-            stacklevel=4,
         )
     # As users write them, not as transformers' enumerations.
     scheduler, optimizer = (str(getattr(x, "value", x)) for x in (args.lr_scheduler_type, args.optim))
@@ -109,11 +104,13 @@ class KLTargetRate:
             updates_per_rollout=self._args.updates_per_rollout,
             learning_rate=self._base,
             staleness=self._args.anchor_staleness,
+            rounding=BFLOAT16 if self._args.bf16 or trainer.model.dtype == torch.bfloat16 else 0.0,
             warn=self._warn,
         )
         if state is not None:
             self._target.load_state_dict(state)
-        self._wanted: list[float] = []
+        # Of each update, the KL of a sequence: measured, and wanted.
+        self._kls: list[tuple[float, float]] = []
         seam.write_rates(scheduler)
 
     @property
@@ -122,14 +119,16 @@ class KLTargetRate:
         return self._target.rate
 
     def sums_of(self, inputs: dict[str, Any]) -> Tally:
-        """The numbers needed in addition to a micro-batch's KL: its tokens with an advantage, the rollout's reward."""
+        """What is needed besides a micro-batch's KL: lengths, its tokens with an advantage, the rollout's reward."""
         mask, advantages = seam.loss_mask(inputs).bool(), inputs["advantages"]
         advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         rewards = combine_rewards(self._trainer.rollout_rewards, self._trainer.reward_weights)
         # The half of a mean says nothing where rewards may be negative.
         counted = ~rewards.isnan() & ~(rewards < 0).any()
         teaching = (mask & (advantages.abs() > self._rounding(rewards))).sum()
-        return Tally({"reward": masked_total(rewards, counted)}, counts={"teaching": teaching.to(rewards)})
+        lengths = mask.sum(-1).to(rewards)
+        totals = {"length": masked_total(lengths, lengths > 0), "reward": masked_total(rewards, counted)}
+        return Tally(totals, counts={"teaching": teaching.to(rewards)})
 
     def update(self, sums: Tally) -> None:
         """Sets the rate of the current update, before its last backward pass.
@@ -138,16 +137,19 @@ class KLTargetRate:
             sums: Those of the update over all micro-batches and processes, in host memory.
         """
         means = {name: mean.item() for name, mean in sums.values().items()}
-        age = self._age()
+        age, length = self._age(), means["length"]
         self._target.update(
             means.get("kl_before_mean", math.nan),
             age,
+            length=length,
             schedule=self._schedule(self._scheduler.last_epoch),
             moves=means["teaching"] > 0,
             entropy=means.get("entropy"),
             success=means["reward"],
         )
-        self._wanted.append(self._target.wanted(age))
+        kl = means.get("kl_before_mean", math.nan) * length
+        if math.isfinite(kl):
+            self._kls.append((kl, self._target.wanted(age)))
         seam.write_rates(self._scheduler)
 
     def end_update(self, *, moved: bool) -> None:
@@ -156,11 +158,13 @@ class KLTargetRate:
             self._target.used(0.0)
 
     def metrics(self) -> dict[str, float]:
-        """`trust_region/kl_target/*`: the wanted KL, a mean over updates since the last call; and `rate`."""
-        wanted, self._wanted = self._wanted, []
-        if not wanted:
+        """`trust_region/kl_target/*`: the means since the last call of a sequence's KL, and the rate."""
+        kls, self._kls = self._kls, []
+        if not kls:
             return {}
-        return {"trust_region/kl_target/wanted": sum(wanted) / len(wanted), "trust_region/kl_target/rate": self.rate}
+        means = (sum(values) / len(kls) for values in zip(*kls, strict=True))
+        values = zip(("measured", "wanted", "rate"), (*means, self.rate), strict=True)
+        return {f"trust_region/kl_target/{name}": value for name, value in values}
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for a checkpoint; it survives JSON."""

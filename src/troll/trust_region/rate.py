@@ -8,7 +8,8 @@ the KL is chosen, and the rate is derived from what the last updates did. Let T 
     A     the age of a rollout's last update: updates_per_rollout − 1 + staleness
     D     the walk: the sum of the rates that these a updates really used
     W(a)  = T √(A/7) (a/A)^p, the KL that is wanted at age a; W = W(A)
-    KL    what was measured, less the median of what is measured at age 0, where both policies are the same
+    KL    what was measured of a sequence, the sum over its tokens, less the median of what is measured at age 0,
+          where both policies are the same
 
 The KL grows as the walk to the power p = 1.7 (2 by Taylor's theorem; with constant rates, 1.5 to 1.9 was measured). So
 every update, at any age and any rate, says how long a walk reaches W, and the rate is that walk divided by A:
@@ -21,7 +22,9 @@ the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old
 23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
 keeps its shape.
 
-The KL is the divergence from the policy that sampled, not from a reference model.
+The KL is the divergence from the policy that sampled, not from a reference model. It is that of a whole sequence, so
+that a target means the same for short and long ones: most tokens of a long one are certain, and a mean over all of them
+that suits a short one would let the few others go anywhere.
 """
 
 from __future__ import annotations
@@ -49,11 +52,11 @@ FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
 #: rise.
 LEAST_RISE = 0.25
-#: It is judged while the KL is above so many nats, since bfloat16 shows up to 6e-4 after any step, however short, and
-#: none before it; and below this part of the wanted one.
+#: What bfloat16 shows after any step, however short, and not before it: up to so many nats a token.
+BFLOAT16 = 6e-4
+#: It is judged while the KL is above so many nats a token, since less may be rounding; and below this part of the
+#: wanted one.
 ROUNDING, JUDGED = 2e-3, 3 / 4
-#: Of a smaller target, bfloat16's rounding is most of what is measured: the rate would fall on and on.
-LEAST_IN_BFLOAT16 = 0.005
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
 #: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.
@@ -122,29 +125,31 @@ class _State:
 class KLTarget:
     """Sets the learning rate of every update so that the KL in a rollout's last update becomes a wanted one.
 
-        target = troll.KLTarget(0.03, updates_per_rollout=8, learning_rate=1e-2)
+        target = troll.KLTarget(0.1, updates_per_rollout=8, learning_rate=1e-2)
         ...
-        rate = target.update(kl, age)    # in every update, before the optimiser's step, which uses it
+        rate = target.update(kl, age, length=length)  # in every update, before the optimiser's step, which uses it
 
     Four guards limit the rate where a measurement can mislead. Each gives one warning, once it cannot be noise:
 
-    - What is measured at age 0 is more than half of what is wanted: the update says nothing.
+    - What is measured at age 0, or `rounding`, is more than half of what is wanted: the update says nothing.
     - Entropy or success is below half of its recent mean: the rate is not raised above the one with which that began,
       for a policy that has collapsed measures a small KL.
     - The KL once was the wanted one: the rate stays below ten times the rate of that moment.
-    - Two doublings of the rate have not raised a KL above 0.002 nats: the rate goes back, until the KL changes. (Less
-      may be rounding. So with eight updates a rollout, targets below 0.01 have no such guard.)
+    - Two doublings of the rate have not raised a KL above 0.002 nats a token: the rate goes back, until the KL changes.
+      (Less may be rounding. So with eight updates a rollout, targets below 0.01 a token have no such guard.)
 
     The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
 
     Args:
-        kl: T > 0, the wanted mean KL(p̃ ‖ p) over tokens, in nats, in the last of eight updates on a rollout. If a
-            rollout's last update has age A instead of 7, √(A/7) times as much is wanted there.
+        kl: T > 0, the wanted mean KL(p̃ ‖ p) of a sequence, the sum over its tokens, in nats, in the last of eight
+            updates on a rollout. If a rollout's last update has age A instead of 7, √(A/7) times as much is wanted
+            there.
         updates_per_rollout: U ≥ 1, the updates on one rollout; at least 2 if `staleness` is 0.
         learning_rate: The search begins at a hundredth of it: a first rate that is too high can ruin the policy, and
             one that is too low costs a rollout or two.
         staleness: The number of updates between the sampling of a rollout and its first update, as in asynchronous
             training.
+        rounding: The KL of a token, in nats, that the arithmetic shows after any step: `BFLOAT16`, or 0 in float32.
         warn: Takes the text of each warning; None for `warnings.warn`.
 
     Raises:
@@ -158,6 +163,7 @@ class KLTarget:
         updates_per_rollout: int,
         learning_rate: float,
         staleness: int = 0,
+        rounding: float = 0.0,
         warn: Callable[[str], object] | None = None,
     ) -> None:
         for name, value in (("kl", kl), ("learning_rate", learning_rate)):
@@ -165,7 +171,11 @@ class KLTarget:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if not isinstance(staleness, int) or staleness < 0:
             raise ValueError(f"staleness must be an integer, at least 0, got {staleness}")
-        self.kl = kl
+        if not 0 <= rounding < math.inf:
+            raise ValueError(f"rounding must be finite and at least 0, got {rounding}")
+        self.kl, self._rounding = kl, rounding
+        # The tokens of a sequence in the update that is being taken.
+        self._length = 1.0
         self._staleness, self._start = staleness, START * learning_rate
         self.expect(updates_per_rollout)
         self._warn = warn or (lambda message: warnings.warn(message, stacklevel=2))
@@ -199,7 +209,7 @@ class KLTarget:
         return self._state.rate
 
     def wanted(self, age: float) -> float:
-        """The wanted KL, in nats, of an update whose rollout is `age` updates old."""
+        """The wanted KL of a sequence, in nats, in an update whose rollout is `age` updates old."""
         return wanted_kl(self.kl, age, self.last_age)
 
     def update(
@@ -207,6 +217,7 @@ class KLTarget:
         kl: float,
         age: float,
         *,
+        length: float = 1.0,
         schedule: float = 1.0,
         moves: bool = True,
         entropy: float | None = None,
@@ -219,6 +230,7 @@ class KLTarget:
 
         Args:
             kl: The mean KL(p̃ ‖ p) of the update's tokens over all processes, in nats; NaN if it has no token.
+            length: The mean number of these tokens in a sequence; 1 where there are no sequences, as for robots.
             age: The number of calls of this method since the update's tokens were sampled, not counting this one; the
                 mean if they come from several rollouts.
             schedule: s ≥ 0, the schedule for this step, relative to its peak.
@@ -232,13 +244,17 @@ class KLTarget:
             The rate for this step, with the schedule.
 
         Raises:
-            ValueError: If age or schedule is negative or not finite.
+            ValueError: If age or schedule is negative or not finite, or length not positive and finite.
         """
         for name, value in (("age", age), ("schedule", schedule)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        if length <= 0 or length == math.inf:
+            raise ValueError(f"length must be positive and finite, got {length}")
         state = self._state
-        kl, age = float(kl), float(age)  # A tensor must not get into the state.
+        # A tensor must not get into the state.
+        self._length, age = float(length), float(age)
+        kl = float(kl) * self._length
         # One batch tells the entropy, and not the success.
         levels = (("entropy", entropy, 1), ("success", success, self._success_window))
         fallen = [name for name, value, window in levels if self._has_fallen(name, value, window)]
@@ -284,15 +300,14 @@ class KLTarget:
     def _observe(self, kl: float, age: float, walk: float, fallen: Sequence[str]) -> None:
         """Takes a measurement after a walk, and moves the rate."""
         state, wanted = self._state, self.wanted(age)
-        floor = median(state.floor) if state.floor else 0.0
+        floor = max(median(state.floor) if state.floor else 0.0, self._rounding * self._length)
         if floor > wanted / 2:
             if age >= self.last_age and (floor > wanted or len(state.floor) >= FEWEST):
                 self._tell(
                     "floor",
-                    f"a KL target of {self.kl:g} cannot be followed: before the policy has moved, {floor:.2g} nats are "
-                    f"measured, and no update should have more than {wanted:.2g}. Set a target above "
-                    f"{2 * floor / wanted * self.kl:.2g}, or remove noise: use float32, no dropout, and the trainer's "
-                    "own old policy",
+                    f"a KL target of {self.kl:g} cannot be followed: noise is {floor:.2g} nats a sequence, and at "
+                    f"most {wanted:.2g} are wanted. Set a target above {2 * floor / wanted * self.kl:.2g}, or "
+                    "remove noise: use float32, no dropout, and the trainer's own old policy",
                 )
             return
         # A KL that does not stand out from the floor is at most as large. That can only show that the rate is too low.
@@ -337,7 +352,7 @@ class KLTarget:
         if state.held is not None and (log_part >= 0 or log_kl < state.held["log_kl"] - math.log(2)):
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
-        if state.comparable < self._window or log_kl < math.log(ROUNDING) or log_part > math.log(JUDGED):
+        if state.comparable < self._window or log_kl < math.log(ROUNDING * self._length) or log_part > math.log(JUDGED):
             state.doubled = []
             return
         if state.doubled:

@@ -13,14 +13,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from troll.trust_region.metrics import Tally, masked_total
 from troll.trust_region.optimizer import set_rates
-from troll.trust_region.rate import KLTarget
+from troll.trust_region.rate import BFLOAT16, KLTarget
 from troll.trust_region.step import TrustRegionStep
 from troll.verl.settings import TrollPolicyLossConfig
 
 logger = logging.getLogger(__name__)
 
 #: The names of `sums_of`: an update adds them to its metrics, and they are not logged.
-NOT_LOGGED = ("entropy", "reward", "least_reward", "teaching")
+NOT_LOGGED = ("entropy", "length", "reward", "least_reward", "teaching")
 
 #: The key of the state in that of verl's scheduler.
 STATE = "kl_target"
@@ -37,19 +37,24 @@ def sums_of(step: TrustRegionStep, mask: Tensor, numbers: Tensor, data: TensorDi
         rounding: The largest advantage that rounding can make of equal rewards, relative to the rewards.
 
     Returns:
-        The means `entropy` over tokens and `reward` over sequences, `least_reward`, and `teaching`, the number of
-        tokens with an advantage. Without rewards in the batch, there are none.
+        The means `entropy` over tokens, and `length` and `reward` over sequences, `least_reward`, and `teaching`, the
+        number of tokens with an advantage. Without rewards in the batch, there are none.
     """
     assert step.entropy is not None
-    totals = {"entropy": masked_total(step.entropy, mask & step.entropy.isfinite())}
+    # Processes that share the tokens of a sequence all count the whole, so a mean is right, and a sum would not be.
+    lengths = _sums_over_tokens(data["response_mask"]).to(step.entropy)
+    # verl fills batches up with sequences in which no token counts.
+    counted = lengths > 0
+    totals = {
+        "entropy": masked_total(step.entropy, mask & step.entropy.isfinite()),
+        "length": masked_total(lengths, counted),
+    }
     minima, rounding_error, advantages = {}, torch.zeros_like(step.entropy), data["advantages"].values()[numbers]
     if "rm_scores" in data:
         rewards = _sums_over_tokens(data["rm_scores"]).to(step.entropy)
-        # verl fills batches up with sequences in which no token counts.
-        counted = _sums_over_tokens(data["response_mask"]) > 0
         totals["reward"] = masked_total(rewards, counted)
-        lengths = data["response_mask"].offsets().diff()
-        of_tokens = rewards.repeat_interleave(lengths, output_size=len(data["response_mask"].values()))
+        numbers_of_tokens = data["response_mask"].offsets().diff()
+        of_tokens = rewards.repeat_interleave(numbers_of_tokens, output_size=len(data["response_mask"].values()))
         # Advantages do not grow with an offset of the rewards.
         rounding_error = (rounding * of_tokens[numbers].abs()).clamp(max=rounding)
         minima["least_reward"] = torch.where(counted, rewards, torch.inf).min()
@@ -62,6 +67,12 @@ def _sums_over_tokens(values: Any) -> Tensor:
     return torch.segment_reduce(values.values().float(), "sum", lengths=values.offsets().diff(), unsafe=True)
 
 
+def rounding_of(engine: Any) -> float:
+    """`KLTarget`'s `rounding` of the dtype in which an engine with this configuration computes."""
+    mixed = getattr(engine, "mixed_precision", None) or {}
+    return BFLOAT16 if mixed.get("param_dtype", engine.dtype) in ("bf16", "bfloat16") else 0.0
+
+
 class KLTargetScheduler:
     """The scheduler that verl's engine steps and saves, which also sets the rate of every update.
 
@@ -72,6 +83,7 @@ class KLTargetScheduler:
     Args:
         scheduler: The scheduler that verl has made.
         settings: Those of the trust region, with a `kl_target`.
+        rounding: As in `KLTarget`.
         warns: Whether this process logs warnings.
 
     Raises:
@@ -81,7 +93,9 @@ class KLTargetScheduler:
     #: The class of verl's scheduler.
     kind: type = LambdaLR
 
-    def __init__(self, scheduler: Any, settings: TrollPolicyLossConfig, *, warns: bool = True) -> None:
+    def __init__(
+        self, scheduler: Any, settings: TrollPolicyLossConfig, *, rounding: float = 0.0, warns: bool = True
+    ) -> None:
         if not isinstance(scheduler, self.kind):
             raise ValueError(
                 f"actor_rollout_ref.actor.policy_loss.kl_target multiplies the rates of {self.kind.__name__}, and "
@@ -95,6 +109,7 @@ class KLTargetScheduler:
             settings.kl_target,
             updates_per_rollout=self._planned,
             learning_rate=self.peak,
+            rounding=rounding,
             warn=logger.warning if warns else lambda message: None,
         )
         # The batches and the updates that were made on the current rollout. Checkpoints lie between rollouts.
@@ -122,14 +137,15 @@ class KLTargetScheduler:
             means: Those of the update over all micro-batches and processes.
 
         Returns:
-            The metrics of the update: the KL that is wanted, and the rate before the schedule.
+            The metrics of the update: the KL of a sequence, measured and wanted, and the rate before the schedule.
         """
-        age = self._updates_on_rollout
+        age, length = self._updates_on_rollout, means["length"]
         if age > self._target.last_age:  # more updates than the last rollout had
             self._target.expect(age + 1)
         self._target.update(
             means["kl_before_mean"],
             age,
+            length=length,
             schedule=self.scheduled / self.peak,
             moves=means["teaching"] > 0,
             entropy=means["entropy"],
@@ -138,7 +154,13 @@ class KLTargetScheduler:
         )
         self._updates_on_rollout += 1
         self._used = self._write()
-        return {"kl_target/wanted": self._target.wanted(age), "kl_target/rate": self._target.rate}
+        # verl's metrics of an update without a token are 0.
+        measured = means["kl_before_mean"] * length if length > 0 else 0.0
+        return {
+            "kl_target/measured": measured,
+            "kl_target/wanted": self._target.wanted(age),
+            "kl_target/rate": self._target.rate,
+        }
 
     def skipped(self) -> None:
         """Ends an update whose step the optimiser has skipped."""

@@ -14,7 +14,6 @@ from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
 from troll.trust_region.policy.truncation import Truncation
-from troll.trust_region.rate import LEAST_IN_BFLOAT16
 from troll.trust_region.step import PULLS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig, assign
 
@@ -279,20 +278,12 @@ class _TrollActor:
         assign(self.engine, strategy=BACKEND_PREFIX + self.strategy, trust_region=self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
-        """Runs verl's checks on the driver, and warns of what the trust region cannot do."""
+        """Runs verl's checks on the driver, and warns if the trust region can never do anything."""
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
             warnings.warn(
                 f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each micro-batch, "
                 f"so the gradient depends on its size: set {_ACTOR}.loss_scale_factor to data.max_response_length",
-                stacklevel=2,
-            )
-        target = self.policy_loss.kl_target
-        dtype = (getattr(self.engine, "mixed_precision", None) or {}).get("param_dtype", self.engine.dtype)
-        if target is not None and target < LEAST_IN_BFLOAT16 and dtype in ("bfloat16", "bf16"):
-            warnings.warn(
-                f"{_LOSS}.kl_target={target:g} is too small for bfloat16, whose rounding shows up to 6e-4 nats after "
-                f"a step: the rate would fall on and on. Set at least {LEAST_IN_BFLOAT16}, or compute in float32",
                 stacklevel=2,
             )
         if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:

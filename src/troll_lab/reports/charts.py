@@ -266,8 +266,8 @@ def target_charts(names: Collection[str]) -> list[Chart]:
             "KL measured and wanted",
             "nats, log scale",
             "log",
-            {TRUST + "kl_before_mean": "measured", _WANTED: "wanted"},
-            "How far the updates of a rollout have moved the policy, in the mean of their tokens, and how far "
+            {TRUST + "kl_target/measured": "measured", _WANTED: "wanted"},
+            "How far the updates of a rollout have moved the policy, in the mean of their completions, and how far "
             "`kl_target` wants them to.",
             shown="if logged",
         ),

@@ -41,6 +41,7 @@ SHOWN = (
     ("success", SUCCESS, "{:.0%}"),
     ("held-out", HELD_OUT, "{:.0%}"),
     ("KL", "trust_region/kl_before_mean", "{:.1e}"),
+    ("of a completion", "trust_region/kl_target/measured", "{:.1e}"),
     ("wanted", "trust_region/kl_target/wanted", "{:.1e}"),
     ("rate", "trust_region/kl_target/rate", "{:.1e}"),
     ("projected", "trust_region/projected_fraction", "{:.1%}"),

@@ -107,7 +107,7 @@ def test_a_value_out_of_range_of_a_surrogate_is_refused(config, name, takes, val
         ({"use_vllm": True, "generation_kwargs": {"logprobs": 5}}, "leave it out of generation_kwargs"),
         ({"loss_type": "dr_grpo", "max_completion_length": None}, "divides by max_completion_length"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha .* leave it out"),
-        ({"neftune_noise_alpha": 5.0, "surrogate": "clip", "kl_target": 0.03}, "neftune_noise_alpha .* leave it out"),
+        ({"neftune_noise_alpha": 5.0, "surrogate": "clip", "kl_target": 0.1}, "neftune_noise_alpha .* leave it out"),
         *(({"use_transformers_continuous_batching": True, x: True}, f"set {x}=False") for x in ("bf16", "fp16")),
         ({"use_transformers_continuous_batching": True, "bf16": None}, "set bf16=False"),  # which TRL makes true
         # The updates of a rollout.

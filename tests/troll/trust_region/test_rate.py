@@ -62,6 +62,8 @@ class Policy:
     noise: float = 0.3
     floor: float = 0.0
     rounding: float = 0.0
+    #: What the control is told of it.
+    arithmetic: float = 0.0
     most: float = math.inf
     target: float = TARGET
     factor: float = 1.0
@@ -84,6 +86,7 @@ class Policy:
             updates_per_rollout=self.updates,
             staleness=self.staleness,
             learning_rate=self.start * RIGHT / START,
+            rounding=self.arithmetic,
             warn=self.warnings.append,
         )
 
@@ -338,6 +341,36 @@ def test_noise_above_floor_does_not_limit_rate(seed):
     assert min(policy.rates[-8:]) > RIGHT / 3 and not any("10 times" in message for message in policy.warnings)
 
 
+@pytest.mark.parametrize("length", [3.0, 1000.0])
+def test_target_is_the_kl_of_a_sequence(length):
+    of_sequences, of_tokens = Policy().control, Policy().control
+    for update in range(24):
+        kl = [0.0, 0.01, 0.02, 0.05, 0.05, 0.1, 0.2, 0.1][update % 8]
+        assert of_tokens.update(kl / length, update % 8, length=length) == pytest.approx(
+            of_sequences.update(kl, update % 8)
+        )
+
+
+@pytest.mark.parametrize("start", [1e-4, 1.0, 10.0])
+@pytest.mark.parametrize("law", LAWS)
+def test_rate_is_found_above_the_rounding_of_bfloat16(law, start):
+    """Of a third to all of what is said of it, on a target of which it is a sixth at most."""
+    for part in (1 / 3, 1):
+        rounding = part * TARGET / 6
+        policy = Policy(law, USUAL, start, rounding=rounding, arithmetic=TARGET / 6).train(40)
+        assert RIGHT / 2 < statistics.geometric_mean(policy.rates[-80:]) < 2 * RIGHT
+        assert not policy.warnings
+
+
+def test_target_within_the_rounding_of_bfloat16_is_told_of():
+    """The rate stays where it is. Without knowing of the rounding, it would fall on and on."""
+    policy = Policy(rounding=1.5 * TARGET, arithmetic=2 * TARGET).train(10)
+    assert {*policy.rates} == {RIGHT}
+    (warning,) = policy.warnings
+    assert f"noise is {2 * TARGET:.2g} nats a sequence, and at most {TARGET:.2g} are wanted" in warning
+    assert Policy(rounding=1.5 * TARGET).train(10).rates[-1] < RIGHT / 100
+
+
 def test_floor_that_silences_all_ages_is_told_once():
     policy = Policy(start=0.1, noise=0.0, floor=0.02).train(20)
     assert spread(policy.rates) == 1
@@ -503,6 +536,7 @@ def test_rate_that_changes_nothing_ends_in_range(kl):
         *(("learning_rate", {"learning_rate": value}) for value in (0.0, -1.0, math.nan, math.inf)),
         *(("updates_per_rollout", {"updates_per_rollout": value}) for value in (0, -1, 1, 2.5, math.nan)),
         *(("staleness", {"staleness": value}) for value in (-1, 0.5)),
+        *(("rounding", {"rounding": value}) for value in (-1.0, math.nan, math.inf)),
     ],
 )
 def test_setting_out_of_range_is_named(name, arguments):
@@ -527,6 +561,12 @@ def test_argument_out_of_range_is_named(value):
         control.used(value)
     with pytest.raises(ValueError, match="rate must be that of an update"):
         KLTarget(TARGET, updates_per_rollout=8, learning_rate=1.0).used(1.0)
+
+
+@pytest.mark.parametrize("length", [0.0, -1.0, math.inf])
+def test_length_out_of_range_is_named(length):
+    with pytest.raises(ValueError, match="length must be positive and finite"):
+        moved().update(0.1, 1, length=length)
 
 
 def test_warnings_are_given_by_default():

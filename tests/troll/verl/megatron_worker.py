@@ -193,12 +193,12 @@ def interrupted_or_not(actor: MegatronActor, samples: list[Sample], checkpoint: 
     def second() -> tuple[Mapping[str, Any], dict[str, Tensor]]:
         return actor.update(actor.score(as_batch(samples[::-1]))), actor.parameters()
 
-    actor.reset(kl_target=0.03).update(actor.score(as_batch(samples)))
+    actor.reset(kl_target=0.1).update(actor.score(as_batch(samples)))
     # verl takes a model on a CPU for one that it has offloaded.
     with mock.patch.object(transformer_impl, "load_megatron_model_to_gpu"):
         actor.engine.save_checkpoint(str(checkpoint), global_step=1)
     uninterrupted = second()
-    actor.reset(kl_target=0.03).engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    actor.reset(kl_target=0.1).engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     return uninterrupted, second()
 
 
@@ -218,7 +218,7 @@ def all_layouts(
             own = SAMPLES[replica::replicas]
             if layout.pipeline > 1:
                 found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
-            found[layout.name]["KL target"] = gathered(worker.rates_of(actor.reset(kl_target=0.03), own))
+            found[layout.name]["KL target"] = gathered(worker.rates_of(actor.reset(kl_target=0.1), own))
             if layout.pipeline > 1:
                 found[layout.name]["resumed"] = interrupted_or_not(actor, own, checkpoint / layout.name)
             mpu.destroy_model_parallel()

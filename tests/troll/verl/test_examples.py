@@ -165,8 +165,8 @@ ENVIRONMENTS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ),
     (
         "gsm8k-1-gpu.sh",
-        {"METHOD": "penalty", "KL_TARGET": "0.03"},
-        {f"{POLICY_LOSS}.pull": "proximal", f"{POLICY_LOSS}.kl_bound": math.inf, f"{POLICY_LOSS}.kl_target": 0.03},
+        {"METHOD": "penalty", "KL_TARGET": "0.1"},
+        {f"{POLICY_LOSS}.pull": "proximal", f"{POLICY_LOSS}.kl_bound": math.inf, f"{POLICY_LOSS}.kl_target": 0.1},
     ),
     ("gsm8k-nodes.sh", {"NNODES": "16"}, {f"transfer_queue.backend.{UNITS}": 32}),
     # Routes are replayed from the rollout or from the pass of the old policies.
@@ -204,10 +204,10 @@ def test_comparison_makes_every_run_and_names_failures(tmp_path: Path) -> None:
     names = [next(line for line in run if line.startswith("trainer.experiment_name=")) for run in runs]
     assert len(set(names)) == 6 and all(run[-1] == "data.seed=7" for run in runs)
     assert all("trainer.total_training_steps=100" in run for run in runs)
-    targets = [f"{POLICY_LOSS}.kl_target=0.03" in run for run in runs]
-    assert targets == [name.endswith("-kl0.03") for name in names] and sum(targets) == 2
-    failed = launched("compare.sh", tmp_path, RUNS="ppo troll cispo:0.03")
-    assert failed.returncode == 1 and failed.stderr.endswith("failed: ppo cispo:0.03\n")
+    targets = [f"{POLICY_LOSS}.kl_target=5" in run for run in runs]
+    assert targets == [name.endswith("-kl5") for name in names] and sum(targets) == 2
+    failed = launched("compare.sh", tmp_path, RUNS="ppo troll cispo:5")
+    assert failed.returncode == 1 and failed.stderr.endswith("failed: ppo cispo:5\n")
     assert failed.stdout.count("verl.trainer.main_ppo") == 1
 
 
@@ -215,7 +215,7 @@ def test_comparison_makes_every_run_and_names_failures(tmp_path: Path) -> None:
     ("script", "environment", "said"),
     [
         ("gsm8k-1-gpu.sh", {"METHOD": "ppo"}, "METHOD must be troll"),
-        ("dapo-qwen3-4b.sh", {"METHOD": "cispo", "KL_TARGET": "0.03"}, "KL_TARGET goes with METHOD=troll"),
+        ("dapo-qwen3-4b.sh", {"METHOD": "cispo", "KL_TARGET": "0.1"}, "KL_TARGET goes with METHOD=troll"),
         ("dapo-async.sh", {"ANCHOR": "new"}, "ANCHOR must be old or rollout"),
         ("gsm8k-1-gpu.sh", {"TRAIN_FILE": "nothing"}, "prepare.py gsm8k"),
         ("dapo-qwen3-4b.sh", {"TEST_FILE": "nothing"}, "wget"),

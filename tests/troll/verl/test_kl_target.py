@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +19,15 @@ from tests.troll.ages import kept_ages
 from tests.troll.verl.actor import ACTOR, Actor, as_batch, captured, nested, policy_loss, rollout, trolled
 from tests.troll.verl.worker import CASES
 from troll import KLTarget
+from troll.trust_region.rate import BFLOAT16
 from troll.verl.engine import TrustRegionEngine
-from troll.verl.kl_target import STATE, KLTargetScheduler
+from troll.verl.kl_target import STATE, KLTargetScheduler, rounding_of
 from troll.verl.seam.training import assign
 from troll.verl.settings import TrollPolicyLossConfig
 
 #: What the tests' actor ends at, from any start: 1.2e-3. A rollout has three mini-batches, twice.
 FOUND = 1.2e-3
-TARGET = (*policy_loss("kl_target=0.03"), f"{ACTOR}.ppo_epochs=2")
+TARGET = (*policy_loss("kl_target=0.1"), f"{ACTOR}.ppo_epochs=2")
 
 CONSTANT: dict[str, Any] = {"lr_scheduler_type": "constant", "lr_warmup_steps": 0}
 COSINE: dict[str, Any] = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2, "min_lr_ratio": 0.1}
@@ -92,9 +94,29 @@ def test_rate_is_found_from_far_below(follow: Any) -> None:
     assert run.rates[0] == pytest.approx(FOUND / 1e4) and run.rates == metrics["trust_region/kl_target/rate"]
     assert all(FOUND / 3 < rate < 3 * FOUND for rate in run.rates[24:])
     wanted = metrics["trust_region/kl_target/wanted"]
-    assert wanted[0] == 0 and wanted[5] == pytest.approx(0.03 * math.sqrt(5 / 7)) and wanted == wanted[:6] * 5
+    assert wanted[0] == 0 and wanted[5] == pytest.approx(0.1 * math.sqrt(5 / 7)) and wanted == wanted[:6] * 5
     # At a rollout's last update, the KL is near what is wanted.
-    assert 1 / 4 < metrics["trust_region/kl_before_mean"][-1] / wanted[-1] < 4
+    measured = metrics["trust_region/kl_target/measured"]
+    assert 1 / 4 < measured[-1] / wanted[-1] < 4
+    # It is that of a sequence, of which a mini-batch has four.
+    tokens = [float(sample.mask.sum()) for sample in rollout()]
+    lengths = [sum(part) / sum(each > 0 for each in part) for part in (tokens[:4], tokens[4:8], tokens[8:])]
+    found = [measured[update] / metrics["trust_region/kl_before_mean"][update] for update in range(1, 6)]
+    assert found == pytest.approx([*lengths[1:], *lengths], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rounding"),
+    [
+        ({"dtype": "bfloat16"}, BFLOAT16),
+        ({"dtype": "float32"}, 0.0),
+        ({"dtype": "bfloat16", "mixed_precision": None}, BFLOAT16),
+        ({"dtype": "bfloat16", "mixed_precision": {"param_dtype": "fp32"}}, 0.0),
+        ({"dtype": "float32", "mixed_precision": {"param_dtype": "bf16"}}, BFLOAT16),
+    ],
+)
+def test_rounding_is_that_of_the_dtype_in_which_an_engine_computes(engine: dict[str, Any], rounding: float) -> None:
+    assert rounding_of(SimpleNamespace(**engine)) == rounding
 
 
 def test_schedule_multiplies_the_rate(follow: Any) -> None:
@@ -185,9 +207,9 @@ def test_advantages_count_but_for_rounding(follow: Any, reward: float, moves: bo
 
 def test_more_updates_than_planned_want_no_larger_kl() -> None:
     _, scheduler = scheduled(1e-2)
-    means = {"kl_before_mean": 0.01, "teaching": 1.0, "entropy": 1.0}
+    means = {"kl_before_mean": 0.01, "length": 4.0, "teaching": 1.0, "entropy": 1.0}
     wanted = [scheduler.update(means)["kl_target/wanted"] for _ in range(32)]
-    assert wanted[-1] == pytest.approx(0.03 * math.sqrt(31 / 7))
+    assert wanted[-1] == pytest.approx(0.1 * math.sqrt(31 / 7))
 
 
 @pytest.mark.parametrize("of", ["logits", "gradients"])
@@ -241,7 +263,7 @@ def test_target_changes_nothing_but_the_rate(follow: Any, monkeypatch: pytest.Mo
     theirs = rollouts(plain, 2)
     for name, value in plain.parameters().items():
         assert torch.equal(parameters[name], value), name
-    assert ours.keys() - theirs.keys() == {"trust_region/kl_target/wanted", "trust_region/kl_target/rate"}
+    assert ours.keys() - theirs.keys() == {f"trust_region/kl_target/{name}" for name in ("measured", "wanted", "rate")}
     trained = {name for name in theirs if not name.startswith("perf/") and name not in ("mfu", "lr")}
     assert {name: ours[name] for name in trained} == {name: theirs[name] for name in trained}
 
@@ -260,7 +282,7 @@ def test_checkpoints_with_and_without_a_target_go_on(follow: Any) -> None:
     assert run.rate == pytest.approx(FOUND * plain.get_last_lr()[0] / (100 * FOUND))
 
 
-SETTINGS = TrollPolicyLossConfig(kl_target=0.03, train_batch_size=8)
+SETTINGS = TrollPolicyLossConfig(kl_target=0.1, train_batch_size=8)
 
 
 def scheduled(*rates: Any, **options: Any) -> tuple[AdamW, KLTargetScheduler]:

@@ -125,7 +125,7 @@ def test_learning_rate_follows_the_kl(data: Path, tmp_path: Path) -> None:
     (tmp_path / "varied.py").write_text(VARIED_REWARD)
     run, rate = Run("troll", tmp_path, 2), "actor_rollout_ref.actor.optim.lr=1e-2"
     reward = f"reward.custom_reward_function.path={tmp_path / 'varied.py'}"
-    steps = steps_of(run, data, f"{TROLL}.kl_target=0.03", f"{TROLL}.kl_bound=1e-6", rate, reward)
+    steps = steps_of(run, data, f"{TROLL}.kl_target=0.1", f"{TROLL}.kl_bound=1e-6", rate, reward)
     bound, last = 1e-6 * (1 + within(1e-3)), steps[2]
     assert last["actor/trust_region/projected_fraction"] > 0 and last["actor/trust_region/nonfinite"] == 0
     assert last["actor/trust_region/kl_after_max"] <= bound < last["actor/trust_region/kl_before_max"]
@@ -143,4 +143,4 @@ def test_learning_rate_follows_the_kl(data: Path, tmp_path: Path) -> None:
         part = rates[1] / metrics["actor/lr"]
         assert any(part == pytest.approx(each) for each in (0, 1, 0.9, 0.81, 0.729)), (walked, metrics)
         assert metrics["actor/trust_region/kl_target/rate"] >= sum(rates) / 2 * (1 - 1e-9)
-        assert metrics["actor/trust_region/kl_target/wanted"] == pytest.approx(0.03 / math.sqrt(7) / 2)
+        assert metrics["actor/trust_region/kl_target/wanted"] == pytest.approx(0.1 / math.sqrt(7) / 2)

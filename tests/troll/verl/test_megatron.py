@@ -130,7 +130,7 @@ def scheduler_of(*groups: dict[str, float]) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, **steps, **decay)
 
 
-SETTINGS = TrollPolicyLossConfig(kl_target=0.03, train_batch_size=8)
+SETTINGS = TrollPolicyLossConfig(kl_target=0.1, train_batch_size=8)
 
 
 def test_schedule_and_groups_multiply_the_rate() -> None:
@@ -141,7 +141,7 @@ def test_schedule_and_groups_multiply_the_rate() -> None:
     for _ in range(7):
         wanted = [group["lr"] / 100 for group in alone.optimizer.param_groups]
         assert [group["lr"] for group in groups] == pytest.approx(wanted, rel=1e-12)
-        scheduler.update({"kl_before_mean": math.nan, "teaching": 1.0, "entropy": 1.0})
+        scheduler.update({"kl_before_mean": math.nan, "length": math.nan, "teaching": 1.0, "entropy": 1.0})
         assert scheduler._target.state_dict()["walked"][-1] == pytest.approx(wanted[0], rel=1e-12)
         scheduler.step(1)
         alone.step(1)
@@ -228,7 +228,7 @@ def test_what_cannot_be_trained_is_refused(model: Path, monkeypatch: pytest.Monk
     dynamic = (f"{megatron}.dynamic_context_parallel=true", f"+{megatron}.max_seqlen_per_dp_cp_rank=64")
     with pytest.raises(InstantiationException, match=r"megatron\.dynamic_context_parallel=False"):
         omega_conf_to_dataclass(configuration(model, *dynamic).actor_rollout_ref.actor)
-    lost = (f"{ACTOR}.policy_loss.kl_target=0.03", f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=false")
+    lost = (f"{ACTOR}.policy_loss.kl_target=0.1", f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=false")
     with pytest.raises(InstantiationException, match=r"set .*\.optim\.use_checkpoint_opt_param_scheduler=True"):
         omega_conf_to_dataclass(configuration(model, *lost).actor_rollout_ref.actor)
     monkeypatch.setattr(settings_module, "MegatronEngine", None)

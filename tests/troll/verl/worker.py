@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 #: Settings of a trust region whose learning rate follows the KL.
-KL_TARGET = ("kl_target=0.03",)
+KL_TARGET = ("kl_target=0.1",)
 
 
 def run(world: int, job: Callable[..., Any], out: Path, *arguments: Any) -> Any:

@@ -369,6 +369,7 @@ def test_held_out_tasks_have_colours_of_their_own(tmp_path):
 
 def test_kl_target_adds_kl_wanted_and_rate(tmp_path, page):
     rates = {"learning_rate": 1e-4, "trust_region/kl_target/rate": 1e-4, "trust_region/kl_target/wanted": 0.01}
+    rates |= {"trust_region/kl_target/measured": 0.02}
     rows = [row | rates for row in metrics_of(1) if "loss" in row]
     more = page_of(tmp_path / "run", rows, summary_of(1))
     assert len(set(heights(more.card("kl-measured-and-wanted"), "second"))) == 1

@@ -34,7 +34,7 @@ def test_an_interrupted_rollout_counts_with_the_updates_that_it_had(make, tmp_pa
 
 def test_one_update_a_rollout_says_nothing_whatever_the_delay(tmp_path):
     with pytest.raises(ValueError, match="kl_target needs updates_per_rollout of at least 2, got 1"):
-        LabConfig(str(tmp_path), kl_target=0.03, updates_per_rollout=1, rollout_delay=3, use_cpu=True, bf16=False)
+        LabConfig(str(tmp_path), kl_target=0.1, updates_per_rollout=1, rollout_delay=3, use_cpu=True, bf16=False)
 
 
 def test_a_critic_keeps_its_rate_and_its_warm_up_moves_nothing(make):
