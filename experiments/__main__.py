@@ -1,7 +1,6 @@
 """The tables of the study and their page, and contests of tuned methods.
 
 python -m experiments run docs/results/NAME.csv RECIPE --field value ... --output_dir runs/study/NAME
-python -m experiments third docs/results/NAME.csv [--seed SEED ...] [--jobs N]
 python -m experiments collect RUNS... --output docs/results/NAME.csv
 python -m experiments page
 python -m experiments tune RECIPE --tune FIELD=VALUE,VALUE --tuning_seeds SEED ... --field value ...
@@ -15,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from experiments import third
 from experiments.protocol import Phase
 from troll_lab.terminal import FAILED, INTERRUPTED, UsageError, run_command, silence_libraries, without_fields
 
@@ -37,17 +35,6 @@ def main() -> int:
     )
     running.add_argument("table", type=Path, metavar="CSV", help="docs/results/NAME.csv")
     running.add_argument("recipes", nargs="+", metavar="RECIPE")
-    third_part = commands.add_parser(
-        "third",
-        help="make the runs of the protocol's third part that the table does not have yet, and add them to it",
-        description="All runs of a seed come before the next seed. The same command resumes.",
-    )
-    third_part.add_argument("table", type=Path, metavar="CSV", help=f"docs/results/{{{','.join(third.TABLES)}}}.csv")
-    third_part.add_argument("--seed", nargs="+", type=int, default=(), help="default: all seeds of the table")
-    third_part.add_argument("--jobs", type=int, help="runs at once (default: one for each GPU, or for each core)")
-    third_part.add_argument(
-        "--output_dir", type=Path, help="folder of the runs (default: runs/study/ and the table's name)"
-    )
     collecting = commands.add_parser("collect", help="add finished runs to a table")
     collecting.add_argument(
         "folders", nargs="+", type=Path, metavar="RUNS", help="folders of troll compare, or of runs"
@@ -87,14 +74,6 @@ def _run(arguments: argparse.Namespace, fields: list[str]) -> int:
 
             silence_libraries()
             outcome, found = run(arguments.table, arguments.recipes, fields)
-            print(f"{arguments.table}: {found} runs added or replaced")
-            return _CODES[outcome]
-        if arguments.command == "third":
-            from experiments.third_runs import run as run_third
-
-            silence_libraries()
-            output = arguments.output_dir or Path("runs/study") / arguments.table.stem
-            outcome, found = run_third(arguments.table, arguments.seed, output, arguments.jobs)
             print(f"{arguments.table}: {found} runs added or replaced")
             return _CODES[outcome]
         if arguments.command == "tune":

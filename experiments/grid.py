@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.collect import collect, identity_of
-from experiments.protocol import Phase
 from experiments.table import read_csv
 from troll_lab.runs.compare import Outcome, compare
 from troll_lab.runs.grid import PlannedRun, expand, parse_command
@@ -17,7 +16,7 @@ from troll_lab.terminal import say
 
 
 def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tuple[Outcome, int]:
-    """Makes the runs of an exploratory grid that are not in a table, as `make` does.
+    """Makes the runs of an exploratory grid that are not in a table, and adds them to it, even if they are interrupted.
 
     Args:
         table: The table; made if it does not exist.
@@ -32,51 +31,14 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
         ValueError: If the table is malformed, or a run does not fit it.
     """
     command = parse_command(recipe_names, fields)
-    words = ["python", "-m", "experiments", "run", str(table), *recipe_names, *fields]
-    planned = expand(recipe_names, command.axes)
-    return make(planned, table, "exploratory", Path(command.output_dir), command.jobs, shlex.join(words))
-
-
-def make(
-    planned: Sequence[PlannedRun],
-    table: Path,
-    phase: Phase,
-    folder: Path,
-    jobs: int | None,
-    command: str,
-    *,
-    whole: bool = False,
-) -> tuple[Outcome, int]:
-    """Makes those runs of a list that are not in a table, and adds them to it, even if they are interrupted.
-
-    A protocol whose runs do not form a grid makes them by this function, one seed after the other, each in its own
-    folder.
-
-    Args:
-        planned: The runs.
-        table: The table; made if it does not exist.
-        phase: What the runs count for.
-        folder: The folder of the runs.
-        jobs: The number of runs at once; None for the machine's default.
-        command: The command that made them, for the page.
-        whole: Whether all runs are made if the table lacks one, as of one commit on one machine. Finished ones in
-            `folder` stay as they are.
-
-    Returns:
-        The outcome of the runs, and how many were added to the table or replaced in it.
-
-    Raises:
-        troll_lab.recipes.RecipeError: If the folder holds other runs.
-        ValueError: If the table is malformed, or a run does not fit it.
-    """
-    console, waiting = Console(), missing(planned, table, folder)
-    if whole and waiting:
-        waiting = list(planned)
+    console, folder, planned = Console(), Path(command.output_dir), expand(recipe_names, command.axes)
+    waiting = missing(planned, table, folder)
     say(console, f"{len(planned)} runs, of which {table} has {len(planned) - len(waiting)} from elsewhere")
     if not waiting:
         return "finished", 0
-    outcome = compare(waiting, folder, console, jobs, command)
-    added, _ = collect([folder], table, phase)
+    words = ["python", "-m", "experiments", "run", str(table), *recipe_names, *fields]
+    outcome = compare(waiting, folder, console, command.jobs, shlex.join(words))
+    added, _ = collect([folder], table, "exploratory")
     return outcome, added
 
 

@@ -1,6 +1,7 @@
 """The third part of the protocol, as `docs/study/study.md` fixes it: a learning rate that follows a KL target.
 
-Only the settings of its runs are here, so its page is made from rows alone. `third_runs.py` makes the runs.
+Only the settings of its runs are here, so its page is made from rows alone. Commit a1cd21e9 makes the runs: its targets
+are a mean over tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from experiments import second
 from experiments.second import Changes
 
-#: T, in nats, the same for all methods and regimes.
+#: T, in nats a token, the same for all methods and regimes.
 TARGET = 0.03
 #: The values of `learning_rate` with the target; the search begins at a hundredth of them.
 STARTS = (1e-6, 1e-2)
@@ -125,14 +126,11 @@ REGIMES = {
 
 #: The table of the second part's runs of each regime that has some.
 FORMER = {name: regime.former for name, regime in REGIMES.items() if regime.former is not None}
-#: The table of the rival rule, which explores: its runs are those with a target in the first regime.
-RIVALS = "third-rivals"
 #: The table of targets and rates that are too low or too high, for the first seeds of the first regime.
 DIAL = "third-dial"
 #: The regime of each table, and the seeds of its runs.
 TABLES = {
     **{name: (name, regime.seeds) for name, regime in REGIMES.items()},
-    RIVALS: ("third-a", REGIMES["third-a"].seeds),
     DIAL: ("third-a", range(40, 48)),
 }
 
@@ -161,7 +159,7 @@ def arms(table: str) -> list[Arm]:
             found += [Arm(method, rounded(rate * factor), None) for factor in FACTORS]
         else:
             found += [Arm(method, start, TARGET) for start in regime.starts]
-            found += [] if table == RIVALS else [Arm(method, rate, None)]
+            found.append(Arm(method, rate, None))
     return found
 
 

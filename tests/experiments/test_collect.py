@@ -224,7 +224,7 @@ def test_missing_names_a_run_that_differs_in_any_setting(tmp_path: Path, change:
     assert grid.missing([run, other], tmp_path / "results.csv", tmp_path / "elsewhere") == [other]
 
 
-def test_make_adds_what_a_table_lacks_even_if_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_adds_what_a_table_lacks_even_if_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
 
     def compare(runs: list[PlannedRun], folder: Path, *_: Any) -> str:
@@ -237,17 +237,15 @@ def test_make_adds_what_a_table_lacks_even_if_interrupted(tmp_path: Path, monkey
         (folder / "compare.json").write_text(json.dumps(manifest))
         return "interrupted"
 
-    def make(seed: str, folder: str, whole: bool = False) -> tuple[str, int]:
-        axes = {"surrogate": ["clip"], "epsilon": ["0.1", "0.3"], "learning_rate": ["3e-4"], "seed": [seed]}
-        planned = expand([str(RECIPES / f"{REGIME}.yaml")], axes)
-        return grid.make(planned, csv, "tuning", tmp_path / folder, None, "a command", whole=whole)
+    def make(seed: str, folder: str) -> tuple[str, int]:
+        axes = "--surrogate clip --epsilon 0.1 0.3 --learning_rate 3e-4 --output_dir"
+        fields = [*axes.split(), str(tmp_path / folder), "--seed", seed]
+        return grid.run(csv, [str(RECIPES / f"{REGIME}.yaml")], fields)
 
     monkeypatch.setattr(grid, "compare", compare)
     csv = tmp_path / "results.csv"
     made = [make(seed, f"again-{number}") for number, seed in enumerate(("0", "1", "0"))]
     assert made == [("interrupted", 1)] * 3 and asked == [[0, 0], [1, 1], [0]]
-    make("1", "whole", whole=True)
-    assert asked[3:] == [[1, 1]]
     found = [(row.seed, dict(row.settings)["epsilon"]) for row in table.read_csv(csv)]
     assert found == [(0, "0.1"), (1, "0.1"), (0, "0.3")]
     assert make("0", "again") == ("finished", 0)

@@ -14,16 +14,13 @@ import numpy as np
 import pytest
 from pytest import MonkeyPatch
 
-from experiments import followed, grid, page, predictions, second, second_analysis, third, third_analysis, third_runs
-from experiments.collect import identity_of
+from experiments import RECIPES, followed, page, predictions, second, second_analysis, third, third_analysis
 from experiments.protocol import Phase
 from experiments.table import Result
 from experiments.third import Arm
 from tests.experiments.made import DOCS, fill, result, run_folder
-from troll.trl import estimators, kl_target
-from troll.trust_region.rate import KLTarget, wanted_kl
+from troll.trust_region.rate import wanted_kl
 from troll_lab import recipes
-from troll_lab.runs.grid import PlannedRun
 
 METHODS = ("troll", "proximal", "penalty", "clip")
 
@@ -71,12 +68,13 @@ def test_methods_are_those_that_the_second_part_found_best() -> None:
 
 
 def test_ages_are_those_of_the_recipes() -> None:
-    for name, regime in third.REGIMES.items():
-        for arm in third.arms(name)[:1]:
-            recipe = third_runs.planned_run(name, arm, 40).recipe
-            training, schedule = recipe.training, recipes.plain(recipe)["lr_scheduler_type"]
-            assert (training.updates_per_rollout, training.anchor_staleness) == (regime.updates, regime.staleness)
-            assert regime.decay == {"constant": None, "linear": training.max_steps}[schedule]
+    for regime in third.REGIMES.values():
+        file = RECIPES / f"{regime.recipe}.yaml"
+        changes = [f"--{name}={value}" for name, value in regime.changes.items()]
+        recipe = recipes.load(str(file) if file.is_file() else regime.recipe, changes)
+        training, schedule = recipe.training, recipes.plain(recipe)["lr_scheduler_type"]
+        assert (training.updates_per_rollout, training.anchor_staleness) == (regime.updates, regime.staleness)
+        assert regime.decay == {"constant": None, "linear": training.max_steps}[schedule]
     assert all(predictions.LAWS[predictions.LAW](age) == pytest.approx(wanted_kl(1, age, age)) for age in (7, 31, 135))
 
 
@@ -84,43 +82,10 @@ def test_each_planned_run_is_known_by_its_row() -> None:
     sizes = {name: len(third.arms(name)) * len(seeds) for name, (_, seeds) in third.TABLES.items()}
     assert sum(sizes[name] for name in third.FORMER) == 720
     assert (sizes["third-smollm2"], sizes[third.DIAL]) == (30, 256)
-    for name in (*third.REGIMES, third.DIAL):
-        regime, seeds = third.TABLES[name]
-        phase: Phase = "exploratory" if name == third.DIAL else "counted"
-        planned = {arm: third_runs.planned_run(regime, arm, seeds[0]) for arm in third.arms(name)}
-        assert len({run.name for run in planned.values()}) == len(planned)
-        for arm, run in planned.items():
-            recipe, surrogate, rate, settings, seed = identity_of(run)
-            row = replace(result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings), phase=phase)
-            assert [each for each, runs in third_analysis.runs_of(name, [row], phase).items() if runs] == [arm]
-
-
-def test_run_makes_whole_seeds_until_it_is_interrupted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    made: list[tuple[int, int, str, str]] = []
-
-    def make(planned: list[PlannedRun], csv: Path, phase: Phase, folder: Path, *_: Any, whole: bool) -> tuple[str, int]:
-        assert whole
-        (seed,) = {run.recipe.training.seed for run in planned}
-        made.append((seed, len(planned), phase, folder.name))
-        return "interrupted" if seed == 43 else "finished", len(planned)
-
-    monkeypatch.setattr(grid, "make", make)
-    assert third_runs.run(tmp_path / "third-d.csv", [42, 43, 44], tmp_path, 1) == ("interrupted", 24)
-    assert made == [(42, 12, "counted", "seed-42"), (43, 12, "counted", "seed-43")]
-
-
-@pytest.mark.parametrize(
-    ("name", "seeds", "message"),
-    [
-        ("third-c", [40], "tables are third-a, third-b, third-d, third-smollm2, third-rivals, third-dial, got third-c"),
-        ("third-d", [40, 52], "the seeds of third-d are 40 to 51, got 52"),
-        ("third-a", [39], "the seeds of third-a are 40 to 63, got 39"),
-        ("third-dial", [48], "the seeds of third-dial are 40 to 47, got 48"),
-    ],
-)
-def test_run_refuses_what_the_protocol_has_not(tmp_path: Path, name: str, seeds: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        third_runs.run(tmp_path / f"{name}.csv", seeds, tmp_path, 1)
+    for name, (_, seeds) in third.TABLES.items():
+        made = rows(name)[:: len(seeds)]  # of one seed
+        found = [[arm for arm, runs in third_analysis.runs_of(name, [row], row.phase).items() if runs] for row in made]
+        assert found == [[arm] for arm in third.arms(name)]
 
 
 @pytest.mark.parametrize(
@@ -300,14 +265,13 @@ def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: Monk
     with pytest.raises(ValueError, match="run has no kl_target"):
         followed.main()
     metrics = folder / "metrics.jsonl"
-    metrics.write_text(
-        metrics.read_text().replace('"learning_rate"', '"trust_region/kl_target/wanted": 0.02, "learning_rate"')
-    )
+    more = '"trust_region/kl_target/measured": 0.01, "trust_region/kl_target/wanted": 0.02, "learning_rate"'
+    metrics.write_text(metrics.read_text().replace('"learning_rate"', more))
     followed.main()
     text, drawings = fill({}, tmp_path, "{{figure followed}}")
     (line,) = drawings["followed"].data
     assert line == {
-        "surrogate": "troll", "start": 1e-2, "step": [8, 16], "kl": [0.001, 0.003], "wanted": [0.02, 0.02],
+        "surrogate": "troll", "start": 1e-2, "step": [8, 16], "kl": [0.01, 0.01], "wanted": [0.02, 0.02],
         "rate": [1.23e-5, 1e-4],
     }  # fmt: skip
     rates, kls = drawings["followed"].draw(drawings["followed"].data).axes
@@ -315,31 +279,9 @@ def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: Monk
     assert [np.asarray(each.get_ydata()).tolist() for each in kls.lines] == [line["kl"], line["wanted"]]
 
 
-@pytest.fixture
-def rival(monkeypatch: MonkeyPatch) -> type[KLTarget]:
-    """The class that the plugin puts in the place of the trainer's, for this test."""
-    monkeypatch.setattr(kl_target, "KLTarget", KLTarget)
-    monkeypatch.setattr(estimators, "ESTIMATORS", dict(estimators.ESTIMATORS))
-    monkeypatch.delitem(sys.modules, third_runs.RIVAL, raising=False)
-    __import__(third_runs.RIVAL)
-    assert kl_target.KLTarget is not KLTarget
-    return kl_target.KLTarget
-
-
-@pytest.mark.parametrize(
-    ("kl", "factor"), [(0.07, 1 / 1.5), (0.059, 1.0), (0.016, 1.0), (0.014, 1.5), (0.0, 1.0), (math.nan, 1.0)]
-)
-def test_rival_moves_the_rate_outside_a_band(rival: type[KLTarget], kl: float, factor: float) -> None:
-    rule = rival(0.03, updates_per_rollout=8, learning_rate=1e-2)
-    assert rule.update(0.0, 0) == 1e-4
-    assert rule.update(kl, 1) == pytest.approx(1e-4 * factor)
-
-
-def test_contest_refuses_runs_of_the_rival_rule(rival: type[KLTarget]) -> None:
-    arms = third.arms(third.RIVALS)
-    assert [arm.rate for arm in arms] == [1e-6, 1e-2] * 4 and {arm.target for arm in arms} == {third.TARGET}
-    run = third_runs.planned_run("third-a", arms[0], 40, rival=True)
-    recipe, surrogate, rate, settings, seed = identity_of(run)
-    assert dict(settings)["plugins"] == f'["{third_runs.RIVAL}"]'
+def test_contest_refuses_runs_of_the_rival_rule() -> None:
+    row = rows("third-a")[0]
+    assert third_analysis.contest("third-a", [row]).size == 1
+    rival = replace(row, settings=(*row.settings, ("plugins", '["experiments.rival_rate"]')))
     with pytest.raises(ValueError, match="third-a: the protocol has no counted run of troll"):
-        third_analysis.contest("third-a", [result(surrogate, rate, seed, 0.5, regime=recipe, settings=settings)])
+        third_analysis.contest("third-a", [rival])
