@@ -185,7 +185,7 @@ def draw_starts(panels: Sequence[Data]) -> Figure:
     row[0].set_ylabel("held-out success after training")
     handles, names = row[0].get_legend_handles_labels()
     shown = dict(zip(reversed(names), reversed(handles), strict=True))
-    labels, title = list(panels[0]["lines"]), f"thick: with a KL target of {third.TARGET:g}"
+    labels, title = list(panels[0]["lines"]), f"thick: with a KL target of {third.TARGET:g} nats a token"
     figure.legend([shown[name] for name in labels], labels, title=title, ncols=len(labels), loc="outside upper center")
     return figure
 

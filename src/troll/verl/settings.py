@@ -53,9 +53,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             sequence.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
-        kl_target: The KL to the old policy, not to the reference model, that the learning rate follows: the mean over
-            tokens, in nats, that is wanted in the last of eight updates on a rollout ([KLTarget][troll.KLTarget]). None
-            leaves the rate to verl.
+        kl_target: The KL to the old policy, not to the reference model, that the learning rate follows: that of a
+            response, the sum over its tokens, in nats, that is wanted in the last of eight updates on a rollout
+            ([KLTarget][troll.KLTarget]). None leaves the rate to verl.
 
     The configuration group sets the fields from `uses_v1_trainer` on: settings of verl that are checked here.
 
