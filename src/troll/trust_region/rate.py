@@ -54,9 +54,8 @@ FEWEST = 4
 LEAST_RISE = 0.25
 #: What bfloat16 shows after any step, however short, and not before it: up to so many nats a token.
 BFLOAT16 = 6e-4
-#: It is judged while the KL is above so many nats a token, since less may be rounding; and below this part of the
-#: wanted one.
-ROUNDING, JUDGED = 2e-3, 3 / 4
+#: It is judged while the KL is above so many times the rounding, and below this part of the wanted one.
+ROUNDINGS, JUDGED = 3.0, 3 / 4
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
 #: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.
@@ -135,8 +134,7 @@ class KLTarget:
     - Entropy or success is below half of its recent mean: the rate is not raised above the one with which that began,
       for a policy that has collapsed measures a small KL.
     - The KL once was the wanted one: the rate stays below ten times the rate of that moment.
-    - Two doublings of the rate have not raised a KL above 0.002 nats a token: the rate goes back, until the KL changes.
-      (Less may be rounding. So with eight updates a rollout, targets below 0.01 a token have no such guard.)
+    - Two doublings of the rate have not raised a KL that is more than rounding: the rate goes back, until it changes.
 
     The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
 
@@ -149,7 +147,7 @@ class KLTarget:
             one that is too low costs a rollout or two.
         staleness: The number of updates between the sampling of a rollout and its first update, as in asynchronous
             training.
-        rounding: The KL of a token, in nats, that the arithmetic shows after any step: `BFLOAT16`, or 0 in float32.
+        rounding: The KL of a token, in nats, that the arithmetic shows after any step: 6e-4 in bfloat16, 0 in float32.
         warn: Takes the text of each warning; None for `warnings.warn`.
 
     Raises:
@@ -217,7 +215,7 @@ class KLTarget:
         kl: float,
         age: float,
         *,
-        length: float = 1.0,
+        length: float,
         schedule: float = 1.0,
         moves: bool = True,
         entropy: float | None = None,
@@ -306,8 +304,9 @@ class KLTarget:
                 self._tell(
                     "floor",
                     f"a KL target of {self.kl:g} cannot be followed: noise is {floor:.2g} nats a sequence, and at "
-                    f"most {wanted:.2g} are wanted. Set a target above {2 * floor / wanted * self.kl:.2g}, or "
-                    "remove noise: use float32, no dropout, and the trainer's own old policy",
+                    f"most {wanted:.2g} are wanted. The learning rate stays at {state.rate:.2g}. Set a target above "
+                    f"{2 * floor / wanted * self.kl:.2g}, or none, or remove noise: use float32, no dropout, and the "
+                    "trainer's own old policy",
                 )
             return
         # A KL that does not stand out from the floor is at most as large. That can only show that the rate is too low.
@@ -352,7 +351,8 @@ class KLTarget:
         if state.held is not None and (log_part >= 0 or log_kl < state.held["log_kl"] - math.log(2)):
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
-        if state.comparable < self._window or log_kl < math.log(ROUNDING * self._length) or log_part > math.log(JUDGED):
+        rounding = ROUNDINGS * self._rounding * self._length
+        if state.comparable < self._window or math.exp(log_kl) < rounding or log_part > math.log(JUDGED):
             state.doubled = []
             return
         if state.doubled:
