@@ -4,7 +4,7 @@
     make bench-gpu
     make bench-gpu OPTIONS="--device cpu --small"    # a trial without a GPU: tiny models, all parts
 
-The training parts ask whether a KL target carries over. `smollm2-sums` has a tuned rate of 2e-4 with LoRA and of 1e-5
+The training parts ask whether a KL target carries over. The tuned rate of `smollm2-sums` is 2e-4 with LoRA and 1e-5
 with all weights; here both begin with the same `learning_rate`, and follow a third of `TARGET`, `TARGET`, and three
 times `TARGET`. It carries over if at `TARGET` no method's mean success over three seeds is more than 5 points below
 that of the tuned rate (LoRA's is in docs/results/smollm2.csv, and may be run again). It does not if LoRA and all

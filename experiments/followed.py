@@ -39,8 +39,8 @@ def line_of(run: Run) -> dict[str, Any]:
         ValueError: If the run has no KL target.
     """
     series = {name: metric(run.rows, key) for name, key in METRICS.items()}
-    if series["wanted"].empty:
-        raise ValueError(f"{run.folder} has no kl_target: its metrics lack {METRICS['wanted']}")
+    if missing := [METRICS[name] for name, values in series.items() if values.empty]:
+        raise ValueError(f"{run.folder} has no kl_target, or is of another commit: its metrics lack {missing[0]}")
     found = {name: [float(f"{value:.3g}") for value in values] for name, values in series.items()}
     start = float(run.settings["learning_rate"])
     return {"surrogate": run.surrogate, "start": start, "step": list(map(int, series["wanted"].index)), **found}

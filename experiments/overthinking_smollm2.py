@@ -36,7 +36,7 @@ OPTIONS = {
     "prompt": "What is {expression}?",
     "attempts": ", ",
 }
-#: Against the recipes: the task, and LoRA with the learning rate of `smollm2-sums`.
+#: Against the recipes: the task, and LoRA with the tuned learning rate of `smollm2-sums`.
 FIELDS = ["--task_options", json.dumps(OPTIONS), "--use_peft", "true", "--lora_r", "32", "--lora_alpha", "32"]
 FIELDS += ["--lora_target_modules", "all-linear", "--lora_dropout", "0", "--learning_rate", "2e-4"]
 FIELDS += ["--per_device_train_batch_size", "8", "--eval_size", "256", "--per_device_eval_batch_size", "128"]

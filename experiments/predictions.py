@@ -17,6 +17,7 @@ from experiments import third
 from experiments.second_analysis import Contest
 from troll.trust_region.rate import EXPONENT
 
+#: Targets, in nats a token.
 TARGETS = (0.01, 0.02, 0.03, 0.05, 0.1)
 #: W/T as a function of A: how the KL that is wanted in a rollout's last update depends on its age.
 LAWS: Mapping[str, Callable[[float], float]] = {

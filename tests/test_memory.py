@@ -76,7 +76,7 @@ def test_table_adds_up() -> None:
     # 64 completions: ids, masks and log-probabilities, and the old policies with K = 64.
     assert found.table["rollout and old policies"][0] == 64 * (16 * 48 + 32 * (12 + 12 + 8 * 64))
     # The clip keeps none, unless a target measures its KL.
-    clip = [estimated("--surrogate", "clip", "--kl_target", target).table for target in ("0.03", "null")]
+    clip = [estimated("--surrogate", "clip", *rate).table for rate in ((), ("--learning_rate", "1e-4"))]
     assert clip[0]["rollout and old policies"] == found.table["rollout and old policies"]
     assert clip[1]["rollout and old policies"][0] == 64 * (16 * 48 + 12 * 32)
     assert found.table["keys and values"][0] > 0

@@ -16,7 +16,7 @@ NNODES=${NNODES:-1}
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 LOGGER=${LOGGER:-console,file}    # also wandb, trackio, tensorboard, ...: what `trainer.logger` takes, with commas
 OFFLOAD=${OFFLOAD:-False}         # weights and optimizer in host memory while they are not used
-KL_TARGET=${KL_TARGET:-}          # a completion's KL, which the rate follows, such as 0.1; empty for a constant rate
+KL_TARGET=${KL_TARGET:-}          # a completion's KL, which the rate follows, such as 5; empty for a constant rate
 EXPERIMENT_NAME=${EXPERIMENT_NAME:-$TASK-$(basename "$MODEL_PATH")-$METHOD-$ANCHOR${KL_TARGET:+-kl$KL_TARGET}}
 
 case $METHOD in

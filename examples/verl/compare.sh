@@ -3,7 +3,7 @@
 # other. docs/study/scaling.md says what this would answer, what it needs, and where to send the results.
 #
 #   bash examples/verl/compare.sh                          # six runs of 100 steps
-#   RUNS="troll troll:5" bash    examples/verl/compare.sh  # a method, or a method and its KL target
+#   RUNS="troll troll:5" bash examples/verl/compare.sh     # a method, or a method and its KL target
 #   bash examples/verl/compare.sh --cfg job                # a trial: prints the configurations; needs the data
 #
 # Everything else is as in dapo-qwen3-4b.sh, which makes the runs, in the environment and at the end of the command line.
@@ -11,7 +11,7 @@
 set -uo pipefail
 trap 'exit 130' INT
 
-# In bfloat16 the rounding of some thousand tokens would hide a smaller target than 5.
+# In bfloat16 the rounding of four thousand tokens would hide a smaller target than 5.
 RUNS=${RUNS:-troll:5 troll penalty:5 penalty clip cispo}
 export TOTAL_TRAINING_STEPS=${TOTAL_TRAINING_STEPS:-100}
 unset EXPERIMENT_NAME  # each run has its own

@@ -190,7 +190,7 @@ def test_a_row_names_the_target_that_its_recipe_has(surrogate: str) -> None:
     target = recipes.load("quickstart").training.kl_target
     assert target is not None
     found, rates = [], {"learning_rate": ["1e-4"]}
-    for fields in ({}, rates, {**rates, "kl_target": [str(target)]}, {"kl_target": ["null"]}):
+    for fields in ({}, rates, {**rates, "kl_target": [str(target)]}, {**rates, "kl_target": ["null"]}):
         (run,) = expand(["quickstart"], {"surrogate": [surrogate], **fields})
         found.append(dict(identity_of(run)[3]).get("kl_target"))
     assert found == [str(target), None, str(target), None]

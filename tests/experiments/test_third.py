@@ -78,7 +78,7 @@ def test_ages_are_those_of_the_recipes() -> None:
     assert all(predictions.LAWS[predictions.LAW](age) == pytest.approx(wanted_kl(1, age, age)) for age in (7, 31, 135))
 
 
-def test_each_planned_run_is_known_by_its_row() -> None:
+def test_runs_of_a_seed_are_told_apart_by_their_rows() -> None:
     sizes = {name: len(third.arms(name)) * len(seeds) for name, (_, seeds) in third.TABLES.items()}
     assert sum(sizes[name] for name in third.FORMER) == 720
     assert (sizes["third-smollm2"], sizes[third.DIAL]) == (30, 256)
@@ -262,7 +262,7 @@ def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: Monk
     folder = run_folder(tmp_path / "run", settings={"kl_target": 0.03, "learning_rate": 1e-2})
     monkeypatch.setattr(followed, "RESULT", tmp_path / "followed.json")
     monkeypatch.setattr(sys, "argv", ["followed", str(folder)])
-    with pytest.raises(ValueError, match="run has no kl_target"):
+    with pytest.raises(ValueError, match=r"run has no kl_target, .* lack trust_region/kl_target/measured"):
         followed.main()
     metrics = folder / "metrics.jsonl"
     more = '"trust_region/kl_target/measured": 0.01, "trust_region/kl_target/wanted": 0.02, "learning_rate"'

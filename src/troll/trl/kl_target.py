@@ -23,7 +23,7 @@ SETTLED_ROLLOUTS = 4
 #: The schedulers that set the learning rate by what they measure.
 OWN_RATE_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
 #: What to do instead, at the end of an error.
-CONSTANT = "For a rate that is not measured, set kl_target to None (null in a recipe)"
+CONSTANT = "For a rate that is not measured, set a learning_rate and no kl_target"
 
 Schedule = Callable[[int], float]
 
@@ -66,6 +66,11 @@ def check_target(args: Any) -> None:
         )
 
 
+def _computes_in_bfloat16(trainer: Any) -> bool:
+    dtype = getattr(trainer.model, "dtype", None)  # which a model that is not transformers' may lack
+    return trainer.accelerator.mixed_precision == "bf16" or dtype == torch.bfloat16
+
+
 class KLTargetRate:
     """Sets the learning rate of every update where it is measured; every method runs on every process.
 
@@ -104,7 +109,7 @@ class KLTargetRate:
             updates_per_rollout=self._args.updates_per_rollout,
             learning_rate=self._base,
             staleness=self._args.anchor_staleness,
-            rounding=BFLOAT16 if self._args.bf16 or trainer.model.dtype == torch.bfloat16 else 0.0,
+            rounding=BFLOAT16 if _computes_in_bfloat16(trainer) else 0.0,
             warn=self._warn,
         )
         if state is not None:

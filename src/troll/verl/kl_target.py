@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,8 +70,9 @@ def _sums_over_tokens(values: Any) -> Tensor:
 
 def rounding_of(engine: Any) -> float:
     """`KLTarget`'s `rounding` of the dtype in which an engine with this configuration computes."""
-    mixed = getattr(engine, "mixed_precision", None) or {}
-    return BFLOAT16 if mixed.get("param_dtype", engine.dtype) in ("bf16", "bfloat16") else 0.0
+    # FSDP's engine computes in bfloat16 unless this says otherwise, whatever `dtype` is. Megatron's has none of it.
+    mixed = (engine.mixed_precision or {}) if hasattr(engine, "mixed_precision") else {"param_dtype": engine.dtype}
+    return BFLOAT16 if mixed.get("param_dtype", "bf16") in ("bf16", "bfloat16") else 0.0
 
 
 class KLTargetScheduler:
@@ -154,10 +156,9 @@ class KLTargetScheduler:
         )
         self._updates_on_rollout += 1
         self._used = self._write()
-        # verl's metrics of an update without a token are 0.
-        measured = means["kl_before_mean"] * length if length > 0 else 0.0
+        measured = means["kl_before_mean"] * length
         return {
-            "kl_target/measured": measured,
+            "kl_target/measured": measured if math.isfinite(measured) else 0.0,  # as verl's metrics of no token
             "kl_target/wanted": self._target.wanted(age),
             "kl_target/rate": self._target.rate,
         }

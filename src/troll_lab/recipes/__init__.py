@@ -7,7 +7,7 @@ of another recipe that the file does not set; `grid: {field: [values]}` makes it
 surrogates of the user, for example. To add a recipe, add a file to this folder.
 
 A recipe or a command that sets `learning_rate` and no `kl_target` has this rate, also where the recipe below it follows
-a target.
+a target. (A grid over `kl_target` stays.)
 
 A setting in a field with a dictionary is `field.name` on the command line and in a grid, such as
 `--surrogate_kwargs.weight 0.3`; the other settings of the dictionary do not change.

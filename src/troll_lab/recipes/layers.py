@@ -71,6 +71,8 @@ def layered(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[
     """
     below, grid = _read_file(path)
     above = split(overrides)
+    if "kl_target" in above.given and str(above.given["kl_target"]).lower() in ("none", "null"):
+        _check_rate_is_given(path, above.given, below)
     loaded = load_plugins(path, below.pop(PLUGINS, []), above.plugins)
     settings = left_by(above.given, below)
     for name, value in above.inner.items():  # the other settings of a dictionary stay
@@ -112,6 +114,8 @@ def _read_file(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         settings, grid = _read_file(extended, (*below, path.resolve()))
     axes = own.pop("grid", {})
     _check_layer(path, own, axes)
+    if own.get("kl_target", 0) is None:
+        _check_rate_is_given(path, {**own, **axes}, settings)
     if PLUGINS in own:
         with raised_as(RecipeError, f"{path}: plugins: "):
             own[PLUGINS] = plugins.resolved(own[PLUGINS], path.parent)
@@ -163,6 +167,15 @@ def _check_layer(path: Path, own: dict[str, Any], axes: Any) -> None:
             )
     if both := sorted(set(own) & set(axes)):
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
+
+
+def _check_rate_is_given(path: Path, above: Mapping[str, object], below: Mapping[str, Any]) -> None:
+    """Raises RecipeError if a layer takes a KL target away and leaves the rate at which its search would begin."""
+    if "learning_rate" not in above and below.get("kl_target") is not None:
+        raise RecipeError(
+            f"{path}: kl_target: null would leave the rate of {below.get('learning_rate')} at which its search begins: "
+            "set a learning_rate, which alone takes the target away"
+        )
 
 
 def left_by(above: Mapping[str, object], settings: dict[str, Any]) -> dict[str, Any]:

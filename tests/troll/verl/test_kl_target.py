@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 
 from tests.troll.ages import kept_ages
 from tests.troll.verl.actor import ACTOR, Actor, as_batch, captured, nested, policy_loss, rollout, trolled
@@ -106,17 +106,25 @@ def test_rate_is_found_from_far_below(follow: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "rounding"),
+    ("mixed_precision", "rounding"),
     [
-        ({"dtype": "bfloat16"}, BFLOAT16),
-        ({"dtype": "float32"}, 0.0),
-        ({"dtype": "bfloat16", "mixed_precision": None}, BFLOAT16),
-        ({"dtype": "bfloat16", "mixed_precision": {"param_dtype": "fp32"}}, 0.0),
-        ({"dtype": "float32", "mixed_precision": {"param_dtype": "bf16"}}, BFLOAT16),
+        (None, BFLOAT16),
+        ({"reduce_dtype": "fp32"}, BFLOAT16),
+        ({"param_dtype": "bf16"}, BFLOAT16),
+        ({"param_dtype": "fp32"}, 0.0),
     ],
 )
-def test_rounding_is_that_of_the_dtype_in_which_an_engine_computes(engine: dict[str, Any], rounding: float) -> None:
-    assert rounding_of(SimpleNamespace(**engine)) == rounding
+def test_rounding_is_that_of_the_dtype_in_which_fsdp_computes(
+    mixed_precision: dict[str, str] | None, rounding: float
+) -> None:
+    """Whatever its `dtype` is, which only Megatron's engine reads."""
+    assert rounding_of(FSDPEngineConfig(dtype="float32", mixed_precision=mixed_precision)) == rounding
+    assert rounding_of(McoreEngineConfig()) == BFLOAT16
+
+
+def test_rounding_is_that_of_the_engine(follow: Any) -> None:
+    run = follow()
+    assert run.engine._autocast_dtype == torch.float32 and run.target._rounding == 0.0
 
 
 def test_schedule_multiplies_the_rate(follow: Any) -> None:

@@ -54,8 +54,8 @@ def one_point(name: str) -> list[str]:
     ("rollout", "save_steps", "logging_steps"),
     [
         (["--updates_per_rollout", "6"], 228, 12),
-        (["--updates_per_rollout", "1", "--kl_target", "null"], 224, 8),
-        (["--steps_per_generation", "4", "--gradient_accumulation_steps", "3", "--kl_target", "null"], 224, 8),
+        (["--updates_per_rollout", "1", "--learning_rate", "6e-5"], 224, 8),
+        (["--steps_per_generation", "4", "--gradient_accumulation_steps", "3", "--learning_rate", "1"], 224, 8),
         (["--updates_per_rollout", "6", "--save_steps", "224"], 224, 12),
         (["--updates_per_rollout", "6", "--save_steps", "0.1"], 0.1, 12),
     ],
@@ -448,6 +448,21 @@ def test_a_learning_rate_is_one_and_not_the_start_of_a_search_unless_its_layer_s
         recipes.load(mine("extends: quickstart\nlearning_rate: 1e-4\n", "own"), target),
     ):
         assert (start.training.kl_target, start.training.learning_rate) == (0.01, 1e-4)
+
+
+def test_a_target_that_is_taken_away_leaves_no_start_of_a_search(mine) -> None:
+    message = "kl_target: null would leave the rate of 0.01 .* set a learning_rate"
+    target, rate = ["--kl_target", "null"], ["--learning_rate", "1e-4"]
+    for recipe, words in (("quickstart", target), (mine("extends: quickstart\nkl_target: null\n"), [])):
+        with pytest.raises(RecipeError, match=message):
+            recipes.load(recipe, words)
+        if words:
+            with pytest.raises(RecipeError, match=message):
+                expand([recipe], {"kl_target": ["0.1", "null"]})
+    own = mine("extends: quickstart\nkl_target: null\nlearning_rate: 1e-4\n")
+    for recipe, words in (("quickstart", target + rate), (own, []), (own, target), ("grpo", target + rate)):
+        assert recipes.load(recipe, words).training.learning_rate == 1e-4
+        assert recipes.load(recipe, words).training.kl_target is None
 
 
 def test_a_field_takes_the_place_of_the_grid_it_extends(mine) -> None:
