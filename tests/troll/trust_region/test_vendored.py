@@ -31,7 +31,8 @@ for _ in range(2):
     loss.backward()
     optimizer.step()
 assert metrics["projected_fraction"] > 0, metrics
-assert KLTarget(0.03, updates_per_rollout=2, learning_rate=1.0).update(metrics["kl_before_mean"].item(), 0) == 0.01
+target = KLTarget(0.03, updates_per_rollout=2, learning_rate=1.0)
+assert target.update(metrics["kl_before_mean"].item(), 0, length=1.0) == 0.01
 assert not [name for name in sys.modules if name.partition(".")[0] == "troll"]
 print("trained")
 """
