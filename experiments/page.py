@@ -98,7 +98,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
     """
     first = {
-        name: results for name, results in rows.items() if name not in {*second.REGIMES, *third.REGIMES, third.DIAL}
+        name: results
+        for name, results in rows.items()
+        if name not in {*second.REGIMES, *third.REGIMES, third.DIAL, third.RIVALS}
     }
     primary = primary_sections(first, folder)
     contests = {name: second_analysis.contest(name, rows.get(name, ())) for name in second.REGIMES}
@@ -126,6 +128,11 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, templates: Mapping
         "second hypotheses": lambda: [tables.second_hypotheses(contests)],
         "third hypotheses": lambda: [tables.third_hypotheses(targeted)],
         "third dial": lambda: [tables.third_dial(third_analysis.dials(targeted["third-a"], rows.get(third.DIAL, ())))],
+        "third rivals": lambda: [
+            tables.third_rivals(
+                targeted["third-a"], third_analysis.rivals(targeted["third-a"], rows.get(third.RIVALS, ()))
+            )
+        ],
         "third contrasts": lambda: [tables.third_contrasts(targeted.values())],
         "third predictions": lambda: [tables.third_predictions(contests)],
         "third laws": lambda: [tables.third_laws(contests)],

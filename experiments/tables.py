@@ -382,6 +382,25 @@ def _course(regime: third.Regime, runs: Sequence[Result], rollout: int) -> str:
     return f"{_short(geometric_mean(rates))}: {success}" if rates else success
 
 
+def third_rivals(regime: third_analysis.Contest, found: Mapping[third.Arm, Mapping[int, float]]) -> str:
+    """Success with our rule and with another one, on the seeds that have both, and the difference."""
+    lines = []
+    for arm, rival in found.items():
+        ours = {seed: run.success_after for seed, run in regime.runs[arm].items()}
+        both = sorted(ours.keys() & rival.keys())
+        means = [percent(fmean(each[seed] for seed in both)) if both else NOTHING for each in (ours, rival)]
+        lines.append(
+            [
+                second.METHODS[arm.method].name,
+                rate_text(arm.rate),
+                str(len(both)),
+                *means,
+                difference(paired_difference(ours, dict(rival))),
+            ]
+        )
+    return table(["", "from", "seeds", "our rule", "the other", "difference"], lines)
+
+
 def third_dial(dials: Sequence[third_analysis.Dial]) -> str:
     """Success over the target and over the constant rate, for seeds that have all values, and the best value."""
     names = {"kl_target": "T", "learning_rate": "rate"}

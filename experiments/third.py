@@ -126,6 +126,8 @@ REGIMES = {
 
 #: The table of the second part's runs of each regime that has some.
 FORMER = {name: regime.former for name, regime in REGIMES.items() if regime.former is not None}
+#: The table of the rule of robot learning, whose runs are those with a target in the first regime.
+RIVALS = "third-rivals"
 #: The table of targets and rates that are too low or too high, for the first seeds of the first regime.
 DIAL = "third-dial"
 #: The regime of each table, and the seeds of its runs.

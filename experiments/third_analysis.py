@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -313,6 +313,26 @@ def dials(regime: Contest, rows: Sequence[Result]) -> list[Dial]:
             seeds = sorted(set.intersection(*map(set, by_value.values())))
             values = {value: [by_value[value][seed].success_after for seed in seeds] for value in sorted(by_value)}
             found.append(Dial(method, setting, values))
+    return found
+
+
+def rivals(regime: Contest, rows: Sequence[Result]) -> dict[Arm, dict[int, float]]:
+    """The success of another rule for the rate, by the arm with our rule and the seed.
+
+    Args:
+        regime: The runs with our rule.
+        rows: Those with the other rule, by a plugin.
+
+    Raises:
+        ValueError: If a run has no counterpart.
+    """
+    found: dict[Arm, dict[int, float]] = {arm: {} for arm in regime.runs if arm.target is not None}
+    for row in rows:
+        ours = replace(row, settings=tuple(each for each in row.settings if each[0] != "plugins"))
+        arm = next((arm for arm in found if _is_of(ours, regime.regime, arm)), None)
+        if arm is None:
+            raise ValueError(f"no run of {regime.table} is as that of {row.surrogate} at {row.learning_rate:g}")
+        found[arm][row.seed] = row.success_after
     return found
 
 

@@ -279,9 +279,28 @@ def test_followed_writes_what_the_figure_draws(tmp_path: Path, monkeypatch: Monk
     assert [np.asarray(each.get_ydata()).tolist() for each in kls.lines] == [line["kl"], line["wanted"]]
 
 
+RIVAL = ("plugins", '["experiments.rival_rate"]')
+
+
 def test_contest_refuses_runs_of_the_rival_rule() -> None:
     row = rows("third-a")[0]
     assert third_analysis.contest("third-a", [row]).size == 1
-    rival = replace(row, settings=(*row.settings, ("plugins", '["experiments.rival_rate"]')))
+    rival = replace(row, settings=(*row.settings, RIVAL))
     with pytest.raises(ValueError, match="third-a: the protocol has no counted run of troll"):
         third_analysis.contest("third-a", [rival])
+
+
+def test_rival_rule_is_compared_on_seeds_that_both_have(tmp_path: Path) -> None:
+    ours = rows("third-a")
+    # TROLL from 1e-2: ten points behind in three seeds.
+    few = [row for row in ours if (row.surrogate, row.learning_rate) == ("troll", 1e-2)][:3]
+    theirs = [
+        replace(row, success_after=row.success_after - 0.1, settings=(*row.settings, RIVAL), phase="exploratory")
+        for row in few
+    ]
+    text, _ = fill({"third-a": ours, third.RIVALS: theirs}, tmp_path, "{{third rivals}}")
+    lines = [line for line in text.splitlines() if "| 3 |" in line]
+    assert len(lines) == 1 and lines[0].startswith("| TROLL | 1e-2 | 3 |") and "| +10.0 [+10.0, +10.0] |" in lines[0]
+    assert text.count("| 0 | – | – | – |") == 7
+    with pytest.raises(ValueError, match=r"no run of third-a is as that of troll at 0\.5"):
+        third_analysis.rivals(third_analysis.contest("third-a", ours), [replace(few[0], learning_rate=0.5)])
