@@ -167,9 +167,12 @@ class KLTargetRate:
         kls, self._kls = self._kls, []
         if not kls:
             return {}
-        means = (sum(values) / len(kls) for values in zip(*kls, strict=True))
-        values = zip(("measured", "wanted", "rate"), (*means, self.rate), strict=True)
-        return {f"trust_region/kl_target/{name}": value for name, value in values}
+        measured, wanted = (sum(values) / len(kls) for values in zip(*kls, strict=True))
+        return {
+            "trust_region/kl_target/measured": measured,
+            "trust_region/kl_target/wanted": wanted,
+            "trust_region/kl_target/rate": self.rate,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for a checkpoint; it survives JSON."""
