@@ -15,7 +15,7 @@ from troll.trl import seam
 from troll.trl.estimators import combine_rewards
 from troll.trl.monitor import CHOOSING
 from troll.trust_region.metrics import Tally, masked_total
-from troll.trust_region.rate import BFLOAT16, KLTarget
+from troll.trust_region.rate import KLTarget
 
 #: After so many rollouts the rate is near the one that it will stay at.
 SETTLED_ROLLOUTS = 4
@@ -109,13 +109,13 @@ class KLTargetRate:
             updates_per_rollout=self._args.updates_per_rollout,
             learning_rate=self._base,
             staleness=self._args.anchor_staleness,
-            rounding=BFLOAT16 if _computes_in_bfloat16(trainer) else 0.0,
+            bfloat16=_computes_in_bfloat16(trainer),
             warn=self._warn,
         )
         if state is not None:
             self._target.load_state_dict(state)
-        # Of each update, the KL of a sequence: measured, and wanted.
-        self._kls: list[tuple[float, float]] = []
+        # Of each update, the KL of a sequence: measured above the floor, wanted, and the floor.
+        self._kls: list[tuple[float, float, float]] = []
         seam.write_rates(scheduler)
 
     @property
@@ -152,9 +152,9 @@ class KLTargetRate:
             entropy=means.get("entropy"),
             success=means["reward"],
         )
-        kl = means.get("kl_before_mean", math.nan) * length
+        kl, floor = means.get("kl_before_mean", math.nan) * length, self._target.floor * length
         if math.isfinite(kl):
-            self._kls.append((kl, self._target.wanted(age)))
+            self._kls.append((max(kl - floor, 0.0), self._target.wanted(age), floor))
         seam.write_rates(self._scheduler)
 
     def end_update(self, *, moved: bool) -> None:
@@ -167,10 +167,11 @@ class KLTargetRate:
         kls, self._kls = self._kls, []
         if not kls:
             return {}
-        measured, wanted = (sum(values) / len(kls) for values in zip(*kls, strict=True))
+        measured, wanted, floor = (sum(values) / len(kls) for values in zip(*kls, strict=True))
         return {
             "trust_region/kl_target/measured": measured,
             "trust_region/kl_target/wanted": wanted,
+            "trust_region/kl_target/floor": floor,
             "trust_region/kl_target/rate": self.rate,
         }
 

@@ -8,8 +8,8 @@ the KL is chosen, and the rate is derived from what the last updates did. Let T 
     A     the age of a rollout's last update: updates_per_rollout − 1 + staleness
     D     the walk: the sum of the rates that these a updates really used
     W(a)  = T √(A/7) (a/A)^p, the KL that is wanted at age a; W = W(A)
-    KL    what was measured of a sequence, the sum over its tokens, less the median of what is measured at age 0,
-          where both policies are the same
+    KL    what was measured of a sequence, the sum over its tokens, less the floor, that of no walk: the median of what
+          is measured at age 0, where both policies are the same
 
 The KL grows as the walk to the power p = 1.7 (2 by Taylor's theorem; with constant rates, 1.5 to 1.9 was measured). So
 every update, at any age and any rate, says how long a walk reaches W, and the rate is that walk divided by A:
@@ -21,6 +21,11 @@ needed. It is an estimate and not a feedback. rsl_rl's rule (`KLAdaptiveLR` in t
 the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old as the rollout and oscillates, takes
 23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
 keeps its shape.
+
+In bfloat16 any step, however short, shows a KL of its rounding: from 1e-6 nats a token where nearly all tokens are
+certain to 1e-3 in free text, so that of a long sequence it may be ten times T. At age 0 there is nothing of it, where
+equal policies are computed equally. The floor is therefore what age 1 measures, and D is the walk of which the rest
+comes: D^p is the p-th power of this update's walk less that of age 1's.
 
 The KL is the divergence from the policy that sampled, not from a reference model. It is that of a whole sequence, so
 that a target means the same for short and long ones: most tokens of a long one are certain, and a mean over all of them
@@ -35,7 +40,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low, pstdev
 from typing import Any
 
 #: p: the KL grows as the walk to this power.
@@ -52,10 +57,15 @@ FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
 #: rise.
 LEAST_RISE = 0.25
-#: What bfloat16 shows after any step, however short, and not before it: up to so many nats a token.
-BFLOAT16 = 6e-4
-#: It is judged while the KL is above so many times the rounding, and below this part of the wanted one.
-ROUNDINGS, JUDGED = 3.0, 3 / 4
+#: What bfloat16 shows after any step, however short: up to so many nats a token. It is assumed unless a rollout's last
+#: age is at least so many times the first one after a step, and otherwise measured.
+BFLOAT16, MEASURABLE = 1.2e-3, 3
+#: It changes with the policy, and so is a median over this many rollouts.
+ROUNDING_ROLLOUTS = 3
+#: A KL this many times above the noise of the floor is no noise.
+CERTAIN = 3.0
+#: Below this part of the wanted one, a KL that does not rise with the walk is out of reach.
+JUDGED = 3 / 4
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
 DOUBTED_GROWTH = 3.0
 #: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.
@@ -104,8 +114,10 @@ class _State:
     measured: list[list[float]] = field(default_factory=list)
     #: The number of measurements since the last that was only a bound, or of a rollout younger than usual.
     comparable: int = 0
-    #: The last KLs at age 0, where both policies are the same.
-    floor: list[float] = field(default_factory=list)
+    #: (walk, KL of a token) of the last updates without a walk or, in bfloat16, with the shortest.
+    floor: list[list[float]] = field(default_factory=list)
+    #: The last updates of rollouts since an update said something.
+    silent: int = 0
     #: Of entropy and of success: the mean over few updates, the mean over many, and the number of updates.
     levels: dict[str, list[float]] = field(default_factory=dict)
     #: The rate when one of them fell: it is the limit until they recover.
@@ -130,7 +142,7 @@ class KLTarget:
 
     Four guards limit the rate where a measurement can mislead. Each gives one warning, once it cannot be noise:
 
-    - What is measured at age 0, or `rounding`, is more than half of what is wanted: the update says nothing.
+    - Noise is more than half of what is wanted, and the KL no more than noise: the update says nothing.
     - Entropy or success is below half of its recent mean: the rate is not raised above the one with which that began,
       for a policy that has collapsed measures a small KL.
     - The KL once was the wanted one: the rate stays below ten times the rate of that moment.
@@ -147,7 +159,9 @@ class KLTarget:
             one that is too low costs a rollout or two.
         staleness: The number of updates between the sampling of a rollout and its first update, as in asynchronous
             training.
-        rounding: The KL of a token, in nats, that the arithmetic shows after any step: 6e-4 in bfloat16, 0 in float32.
+        bfloat16: Whether the model computes in bfloat16, whose rounding shows a KL after any step. With at least four
+            updates on a rollout it is measured; with fewer, or if `staleness` is more than half of them, 1.2e-3 nats a
+            token are assumed, which hide the KL of longer sequences.
         warn: Takes the text of each warning; None for `warnings.warn`.
 
     Raises:
@@ -161,7 +175,7 @@ class KLTarget:
         updates_per_rollout: int,
         learning_rate: float,
         staleness: int = 0,
-        rounding: float = 0.0,
+        bfloat16: bool = False,
         warn: Callable[[str], object] | None = None,
     ) -> None:
         for name, value in (("kl", kl), ("learning_rate", learning_rate)):
@@ -169,11 +183,7 @@ class KLTarget:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if not isinstance(staleness, int) or staleness < 0:
             raise ValueError(f"staleness must be an integer, at least 0, got {staleness}")
-        if not 0 <= rounding < math.inf:
-            raise ValueError(f"rounding must be finite and at least 0, got {rounding}")
-        self.kl, self._rounding = kl, rounding
-        # The tokens of a sequence in the update that is being taken.
-        self._length = 1.0
+        self.kl, self._bfloat16 = kl, bfloat16
         self._staleness, self._start = staleness, START * learning_rate
         self.expect(updates_per_rollout)
         self._warn = warn or (lambda message: warnings.warn(message, stacklevel=2))
@@ -194,8 +204,11 @@ class KLTarget:
             )
         #: A, the age of a rollout's last update.
         self.last_age = updates_per_rollout - 1 + self._staleness
-        # The measurements of a rollout; at age 0 there is none.
-        self._window = max(updates_per_rollout - (self._staleness == 0), FEWEST)
+        # The age that shows the floor: in bfloat16 the first after a step, if there are others far above it.
+        first = max(self._staleness, 1)
+        self._floor_age = first if self._bfloat16 and self.last_age >= MEASURABLE * first else 0
+        # The measurements of a rollout: those of the ages above the floor's.
+        self._window = max(self.last_age - (self._floor_age or first - 1), FEWEST)
         # The updates over which success is a mean: all of a rollout may be told the same number, which is noisy.
         self._success_window = 2 * max(updates_per_rollout, FEWEST)
         # The updates over which the recent mean of entropy and success is one.
@@ -205,6 +218,11 @@ class KLTarget:
     def rate(self) -> float:
         """The rate of the last update, before the schedule."""
         return self._state.rate
+
+    @property
+    def floor(self) -> float:
+        """The KL of a token, in nats, that noise shows whatever the walk, as far as it is known."""
+        return self._floor()[1]
 
     def wanted(self, age: float) -> float:
         """The wanted KL of a sequence, in nats, in an update whose rollout is `age` updates old."""
@@ -251,8 +269,7 @@ class KLTarget:
             raise ValueError(f"length must be positive and finite, got {length}")
         state = self._state
         # A tensor must not get into the state.
-        self._length, age = float(length), float(age)
-        kl = float(kl) * self._length
+        kl, age, length = float(kl), float(age), float(length)
         # One batch tells the entropy, and not the success.
         levels = (("entropy", entropy, 1), ("success", success, self._success_window))
         fallen = [name for name, value, window in levels if self._has_fallen(name, value, window)]
@@ -261,10 +278,15 @@ class KLTarget:
         elif state.fallen is None:
             state.fallen = state.rate
         walk = walk_of(state.walked, age)
-        if math.isfinite(kl) and age == 0:
-            state.floor = [*state.floor, max(kl, 0.0)][-RECENT_ROLLOUTS:]
-        elif math.isfinite(kl) and age >= 1 and 0 < walk < math.inf and state.idle is not None and state.idle < age:
-            self._observe(kl, age, walk, fallen)
+        moved = 0 < walk < math.inf and state.idle is not None and state.idle < age
+        if not math.isfinite(kl) or 0 < age < 1:
+            pass
+        elif age == self._floor_age == 0 or (moved and age < self._floor_age + 1 > 1):
+            # What followed a much longer walk was more than the floor.
+            floor = [entry for entry in state.floor if entry[0] <= 2 * walk]
+            state.floor = [*floor, [walk, max(kl, 0.0)]][-RECENT_ROLLOUTS:]
+        elif moved:
+            self._observe(kl, age, walk, length, fallen)
         rate = state.rate * float(schedule)
         if moves:
             state.idle = 0
@@ -295,23 +317,45 @@ class KLTarget:
         """Takes over the state of a checkpoint. Settings are not part of it."""
         self._state = _State(**copy.deepcopy(state))
 
-    def _observe(self, kl: float, age: float, walk: float, fallen: Sequence[str]) -> None:
-        """Takes a measurement after a walk, and moves the rate."""
-        state, wanted = self._state, self.wanted(age)
-        floor = max(median(state.floor) if state.floor else 0.0, self._rounding * self._length)
-        if floor > wanted / 2:
-            if age >= self.last_age and (floor > wanted or len(state.floor) >= FEWEST):
+    def _floor(self) -> tuple[float, float, float]:
+        """The walk of the updates that show the floor, their KL of a token, and its noise."""
+        floor = self._state.floor
+        kls = [kl for _, kl in floor]
+        if self._floor_age == 0:
+            level = max(median(kls) if kls else 0.0, BFLOAT16 if self._bfloat16 else 0.0)
+            return 0.0, level, level
+        if not floor:
+            return 0.0, 0.0, math.inf
+        if len(floor) < FEWEST:
+            walk, level = min(floor)
+            return walk, level, level / CERTAIN
+        newest = floor[-ROUNDING_ROLLOUTS:]
+        return median_low([walk for walk, _ in newest]), median_low([kl for _, kl in newest]), pstdev(kls)
+
+    def _observe(self, kl: float, age: float, walk: float, length: float, fallen: Sequence[str]) -> None:
+        """Takes a measurement of a token after a walk, and moves the rate."""
+        state = self._state
+        shortest, level, noise = self._floor()
+        if walk <= shortest:
+            return
+        # What lies above the floor is of the rest of the walk, as if the rollout were that much younger.
+        part = (1 - (shortest / walk) ** EXPONENT) ** (1 / EXPONENT)
+        wanted, excess, noise = self.wanted(part * age), length * (kl - level), length * noise
+        if noise > wanted / 2 and excess <= CERTAIN * noise:
+            state.silent += age >= self.last_age and (len(state.floor) >= FEWEST or self._floor_age == 0)
+            if state.silent == FEWEST:
                 self._tell(
                     "floor",
-                    f"a KL target of {self.kl:g} cannot be followed: noise is {floor:.2g} nats a sequence, and at "
+                    f"a KL target of {self.kl:g} cannot be followed: noise is {noise:.2g} nats a sequence, and at "
                     f"most {wanted:.2g} are wanted. The learning rate stays at {state.rate:.2g}. Set a target above "
-                    f"{2 * floor / wanted * self.kl:.2g}, or none, or remove noise: use float32, no dropout, and the "
-                    "trainer's own old policy",
+                    f"{2 * noise / wanted * self.kl:.2g}, or none, or remove noise: float32, no dropout, the trainer's "
+                    "own old policy, more sequences in an update, or at least four updates on a rollout",
                 )
             return
-        # A KL that does not stand out from the floor is at most as large. That can only show that the rate is too low.
-        excess, least = kl - floor, max(floor, LEAST_KL * wanted)
-        measured = [math.log(age), math.log(walk), math.log(max(excess, least))]
+        state.silent = 0
+        # A KL that does not stand out from the noise is at most as large. That can only show that the rate is too low.
+        least = max(noise, LEAST_KL * wanted)
+        measured = [math.log(part * age), math.log(part * walk), math.log(max(excess, least))]
         log_rate, bound = self._log_rate([measured]), excess <= least
         if bound and state.measured and log_rate <= self._log_rate(state.measured):
             return
@@ -326,7 +370,7 @@ class KLTarget:
         older = [] if bound and state.reached is None else state.measured
         state.measured = [*older, measured][-self._window :]
         state.comparable = 0 if bound or age <= self._staleness - 1 else state.comparable + 1
-        self._hold_if_saturated()
+        self._hold_if_saturated(noise)
         self._move_rate(BOUND_GROWTH if bound else GROWTH)
         if state.reached is None and state.comparable >= self._window and self._log_part() >= 0:
             state.reached = state.rate
@@ -341,7 +385,7 @@ class KLTarget:
         log_age, _, log_kl = map(mean, zip(*self._state.measured, strict=True))
         return log_kl - math.log(self.wanted(math.exp(log_age)))
 
-    def _hold_if_saturated(self) -> None:
+    def _hold_if_saturated(self, noise: float) -> None:
         """Limits the rate if a walk has been doubled twice and the KL has not risen.
 
         The limit ends where the KL becomes the wanted one, or halves.
@@ -351,8 +395,7 @@ class KLTarget:
         if state.held is not None and (log_part >= 0 or log_kl < state.held["log_kl"] - math.log(2)):
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
-        rounding = ROUNDINGS * self._rounding * self._length
-        if state.comparable < self._window or math.exp(log_kl) < rounding or log_part > math.log(JUDGED):
+        if state.comparable < self._window or math.exp(log_kl) < CERTAIN * noise or log_part > math.log(JUDGED):
             state.doubled = []
             return
         if state.doubled:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from troll.trust_region.metrics import Tally
 from troll.verl.hooks import Capture, Hook, Score, Update
-from troll.verl.kl_target import NOT_LOGGED, KLTargetScheduler, rounding_of
+from troll.verl.kl_target import NOT_LOGGED, KLTargetScheduler, computes_in_bfloat16
 from troll.verl.old_policies import Captured
 from troll.verl.seam import tu
 from troll.verl.seam.training import assign
@@ -94,8 +94,8 @@ class TrustRegionEngine:
         if self.trust_region.kl_target is None:
             return scheduler
         warns = torch.distributed.get_rank() == 0
-        rounding = rounding_of(self.engine_config)
-        self.kl_target = self.scheduler_class(scheduler, self.trust_region, rounding=rounding, warns=warns)
+        bfloat16 = computes_in_bfloat16(self.engine_config)
+        self.kl_target = self.scheduler_class(scheduler, self.trust_region, bfloat16=bfloat16, warns=warns)
         return self.kl_target
 
     @cached_property

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from troll.trust_region.metrics import Tally, masked_total
 from troll.trust_region.optimizer import set_rates
-from troll.trust_region.rate import BFLOAT16, KLTarget
+from troll.trust_region.rate import KLTarget
 from troll.trust_region.step import TrustRegionStep
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -68,11 +68,11 @@ def _sums_over_tokens(values: Any) -> Tensor:
     return torch.segment_reduce(values.values().float(), "sum", lengths=values.offsets().diff(), unsafe=True)
 
 
-def rounding_of(engine: Any) -> float:
-    """`KLTarget`'s `rounding` of the dtype in which an engine with this configuration computes."""
+def computes_in_bfloat16(engine: Any) -> bool:
+    """Whether an engine with this configuration computes in bfloat16."""
     # FSDP's engine computes in bfloat16 unless this says otherwise, whatever `dtype` is. Megatron's has none of it.
     mixed = (engine.mixed_precision or {}) if hasattr(engine, "mixed_precision") else {"param_dtype": engine.dtype}
-    return BFLOAT16 if mixed.get("param_dtype", "bf16") in ("bf16", "bfloat16") else 0.0
+    return mixed.get("param_dtype", "bf16") in ("bf16", "bfloat16")
 
 
 class KLTargetScheduler:
@@ -85,7 +85,7 @@ class KLTargetScheduler:
     Args:
         scheduler: The scheduler that verl has made.
         settings: Those of the trust region, with a `kl_target`.
-        rounding: As in `KLTarget`.
+        bfloat16: As in `KLTarget`.
         warns: Whether this process logs warnings.
 
     Raises:
@@ -96,7 +96,7 @@ class KLTargetScheduler:
     kind: type = LambdaLR
 
     def __init__(
-        self, scheduler: Any, settings: TrollPolicyLossConfig, *, rounding: float = 0.0, warns: bool = True
+        self, scheduler: Any, settings: TrollPolicyLossConfig, *, bfloat16: bool = False, warns: bool = True
     ) -> None:
         if not isinstance(scheduler, self.kind):
             raise ValueError(
@@ -111,7 +111,7 @@ class KLTargetScheduler:
             settings.kl_target,
             updates_per_rollout=self._planned,
             learning_rate=self.peak,
-            rounding=rounding,
+            bfloat16=bfloat16,
             warn=logger.warning if warns else lambda message: None,
         )
         # The batches and the updates that were made on the current rollout. Checkpoints lie between rollouts.
@@ -139,7 +139,8 @@ class KLTargetScheduler:
             means: Those of the update over all micro-batches and processes.
 
         Returns:
-            The metrics of the update: the KL of a sequence, measured and wanted, and the rate before the schedule.
+            The metrics of the update: the KL of a sequence, measured above the floor, wanted, and the floor; and the
+            rate before the schedule.
         """
         age, length = self._updates_on_rollout, means["length"]
         if age > self._target.last_age:  # more updates than the last rollout had
@@ -156,10 +157,12 @@ class KLTargetScheduler:
         )
         self._updates_on_rollout += 1
         self._used = self._write()
-        measured = means["kl_before_mean"] * length
+        floor = self._target.floor * length
+        measured = means["kl_before_mean"] * length - floor
         return {
-            "kl_target/measured": measured if math.isfinite(measured) else 0.0,  # as verl's metrics of no token
+            "kl_target/measured": max(measured, 0.0) if math.isfinite(measured) else 0.0,  # as verl's of no token
             "kl_target/wanted": self._target.wanted(age),
+            "kl_target/floor": floor if math.isfinite(floor) else 0.0,
             "kl_target/rate": self._target.rate,
         }
 

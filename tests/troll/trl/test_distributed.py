@@ -80,7 +80,7 @@ def test_two_processes_make_the_update_of_one(make, two_processes, case):
     assert_same_run(results, one)
     names = [name for name in one["log"][0] if name.startswith("trust_region/") and "diagnostics" not in name]
     # Without a bound under a penalty; with what is wanted, and the rate, under a KL target.
-    assert len(names) == 10 + ("trust_region/kl_bound" in names) + 3 * ("trust_region/kl_target/rate" in names)
+    assert len(names) == 10 + ("trust_region/kl_bound" in names) + 4 * ("trust_region/kl_target/rate" in names)
 
 
 @pytest.mark.parametrize("name", SHARDED)

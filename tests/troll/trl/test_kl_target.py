@@ -137,15 +137,15 @@ def test_the_kl_is_that_of_a_completion_that_counts(make, mask_truncated_complet
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bf16", "rounding"), [(None, False, 0.0), (None, True, 6e-4), ("bfloat16", False, 6e-4)]
+    ("dtype", "bf16", "bfloat16"), [(None, False, False), (None, True, True), ("bfloat16", False, True)]
 )
-def test_the_rounding_of_sixteen_bits_is_known(make, dtype, bf16, rounding):
+def test_bfloat16_is_known(make, dtype, bf16, bfloat16):
     model = make.model()
     if dtype is not None:
         model.to(getattr(torch, dtype))
     trainer = make(model=model, **{**TARGET, "max_steps": 1, "bf16": bf16})
     trainer.train()
-    assert trainer.kl_target_rate._target._rounding == rounding
+    assert trainer.kl_target_rate._target._bfloat16 == bfloat16
 
 
 def test_the_age_counts_updates_since_sampling_over_iterations(make, monkeypatch):

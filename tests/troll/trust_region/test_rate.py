@@ -56,7 +56,8 @@ class Policy:
         start: The first rate, in right ones.
         noise: The standard deviation of the logarithm of what is measured.
         floor: The KL that is measured on top, before noise.
-        rounding: The same, but not at age 0, where equal policies are computed equally.
+        rounding: The same, but not at age 0, where equal policies are computed equally; a mean over all tokens, so with
+            less noise.
         most: The KL approaches this.
         target: The wanted KL.
         factor: What the KL is multiplied by; changes are a change of the policy.
@@ -69,8 +70,8 @@ class Policy:
     noise: float = 0.3
     floor: float = 0.0
     rounding: float = 0.0
-    #: What the control is told of it.
-    arithmetic: float = 0.0
+    rounding_noise: float = 0.02
+    bfloat16: bool = False
     most: float = math.inf
     target: float = TARGET
     factor: float = 1.0
@@ -93,7 +94,7 @@ class Policy:
             updates_per_rollout=self.updates,
             staleness=self.staleness,
             learning_rate=self.start * RIGHT / START,
-            rounding=self.arithmetic,
+            bfloat16=self.bfloat16,
             warn=self.warnings.append,
         )
 
@@ -104,8 +105,10 @@ class Policy:
 
     def measure(self, kl: float) -> float:
         """A KL as a batch shows it."""
-        parts = kl, self.floor, self.rounding if kl > 0 else 0.0
-        return sum(part * math.exp(self.random.gauss(0, self.noise)) for part in parts if part > 0)
+        rounding = self.rounding * (1 + self.random.gauss(0, self.rounding_noise)) if kl > 0 else 0.0
+        return rounding + sum(
+            part * math.exp(self.random.gauss(0, self.noise)) for part in (kl, self.floor) if part > 0
+        )
 
     def train(self, rollouts: int, schedule: Callable[[int], float] = lambda update: 1.0) -> "Policy":
         """Makes the updates of some rollouts; a schedule is a function of the update's number."""
@@ -253,7 +256,7 @@ def test_update_that_says_nothing_keeps_rate(what):
     after = control.state_dict()
     assert after.pop("walked") == [*state.pop("walked"), before]
     if what == "age 0":
-        assert after.pop("floor") == [*state.pop("floor"), 1.0]
+        assert after.pop("floor") == [*state.pop("floor"), [0.0, 1.0]]
     assert after == state
 
 
@@ -306,7 +309,7 @@ def test_rate_is_found_above_floor(law, scale, floor, start):
 
 def test_floor_is_subtracted():
     plain, noisy = moved(), moved()
-    noisy.load_state_dict({**noisy.state_dict(), "floor": [1e-4, 2e-4, 3e-4]})
+    noisy.load_state_dict({**noisy.state_dict(), "floor": [[0.0, 1e-4], [0.0, 2e-4], [0.0, 3e-4]]})
     for age in range(1, 8):
         kl = 0.9 * plain.wanted(age)
         assert noisy.update(kl + 2e-4, age) == pytest.approx(plain.update(kl, age))
@@ -315,8 +318,8 @@ def test_floor_is_subtracted():
 @pytest.mark.parametrize("part", [0.45, 0.55])
 def test_floor_above_half_of_wanted_silences_that_age(part):
     control = moved()
-    control.load_state_dict({**control.state_dict(), "floor": [part * control.wanted(1)]})
-    rate = control.update(10 * control.wanted(1), 1)
+    control.load_state_dict({**control.state_dict(), "floor": [[0.0, part * control.wanted(1)]]})
+    rate = control.update(2 * control.wanted(1), 1)
     assert (rate == pytest.approx(RIGHT)) == (part > 0.5)
     assert control.update(10 * control.wanted(2), 2) < RIGHT / 2
 
@@ -333,10 +336,10 @@ def test_floor_is_not_told_of_after_one_measurement():
 
 @pytest.mark.parametrize("start", [1e-4, 1e-2])
 @pytest.mark.parametrize("law", LAWS)
-def test_rounding_is_no_saturation(law, start):
-    """In bfloat16, the KL after a step is 6e-4 for any rate below 1e-4. The control knows of it."""
-    policy = Policy(law, start=start, rounding=6e-4, arithmetic=BFLOAT16).train(30)
-    late = policy.rates[20 * policy.updates :]
+def test_assumed_rounding_is_no_saturation(law, start):
+    """With two updates on a rollout, the KL of bfloat16 after a step is the same for any low rate."""
+    policy = Policy(law, SHORT, start, rounding=BFLOAT16 / 2, bfloat16=True, target=0.1).train(60)
+    late = policy.rates[40 * policy.updates :]
     assert min(late) > RIGHT / 2 and max(late) < 2 * RIGHT
     assert not policy.warnings
 
@@ -358,24 +361,84 @@ def test_target_is_the_kl_of_a_sequence(length):
         )
 
 
+#: The numbers of updates with which bfloat16's rounding is measured.
+MEASURED = [(4, 0), USUAL, LONG, (8, 2)]
+
+
 @pytest.mark.parametrize("start", [1e-4, 1.0, 10.0])
-@pytest.mark.parametrize("law", LAWS)
-def test_rate_is_found_above_the_rounding_of_bfloat16(law, start):
-    """Of a third to all of what is said of it, on a target of which it is a sixth at most."""
-    for part in (1 / 3, 1):
-        rounding = part * TARGET / 6
-        policy = Policy(law, USUAL, start, rounding=rounding, arithmetic=TARGET / 6).train(40)
-        assert RIGHT / 2 < statistics.geometric_mean(policy.rates[-80:]) < 2 * RIGHT
+@pytest.mark.parametrize("scale", MEASURED)
+@pytest.mark.parametrize("part", [0.0, 0.1, 1.0, 3.0])
+def test_rate_is_found_above_the_rounding_of_bfloat16(part, scale, start):
+    """Which is three times what is wanted at most."""
+    for law in LAWS:
+        policy = Policy(law, scale, start, bfloat16=True)
+        policy.rounding = part * policy.last_kl
+        late = policy.train(60).rates[30 * policy.updates :]
+        assert RIGHT / 2 < statistics.geometric_mean(late) < 2 * RIGHT
+        assert min(late) > RIGHT / 2.5 and max(late) < 2.5 * RIGHT
         assert not policy.warnings
+        if start <= 1:
+            assert max(policy.kls) < 5 * policy.last_kl
 
 
-def test_target_within_the_rounding_of_bfloat16_is_told_of():
+@pytest.mark.parametrize("change", [0.3, 2.0])
+@pytest.mark.parametrize("scale", MEASURED)
+@pytest.mark.parametrize("law", LAWS)
+def test_rate_stays_where_the_rounding_changes(law, scale, change):
+    """As it does with the policy's entropy."""
+    policy = Policy(law, scale, start=1e-2, bfloat16=True)
+    for rollout in range(100):
+        policy.rounding = 3 * policy.last_kl * change ** (rollout / 100)
+        policy.train(1)
+    late = policy.rates[30 * policy.updates :]
+    assert RIGHT / 2 < statistics.geometric_mean(late) < 2 * RIGHT
+    assert max(policy.kls) < 5 * policy.last_kl
+
+
+def test_length_does_not_change_the_rounding_of_a_token():
+    """Updates with longer sequences show more of it."""
+    control, policy = (KLTarget(TARGET, updates_per_rollout=8, learning_rate=0.1, bfloat16=True) for _ in range(2))
+    for update in range(64):
+        age, length = update % 8, [100.0, 50.0, 200.0][update % 3]
+        kl = TARGET * (walk_of(policy.state_dict()["walked"], age) / (7 * RIGHT)) ** 1.7
+        control.update(kl / length + 3e-4 * (age > 0), age, length=length)
+        policy.load_state_dict({**policy.state_dict(), "walked": control.state_dict()["walked"]})
+    assert control.rate == pytest.approx(RIGHT, rel=0.05)
+    assert control.floor == pytest.approx(3e-4, rel=0.1)
+
+
+def test_no_rounding_is_known_before_the_first_step():
+    control = KLTarget(TARGET, updates_per_rollout=8, learning_rate=1.0, bfloat16=True)
+    for age in range(4):  # the first update has no gradient
+        control.update(1.0, age, moves=age > 0)
+    assert control.rate == START and control.floor == 0
+
+
+def test_rounding_that_varies_is_told_of():
+    policy = Policy(bfloat16=True, rounding=10 * TARGET, rounding_noise=0.2).train(20)
+    (warning,) = policy.warnings
+    assert "more sequences in an update" in warning
+    assert max(policy.rates) < 2 * RIGHT
+
+
+@pytest.mark.parametrize("scale", [SHORT, (3, 0), (8, 4)])
+def test_target_within_the_assumed_rounding_is_told_of(scale):
     """The rate stays where it is. Without knowing of the rounding, it would fall on and on."""
-    policy = Policy(rounding=1.5 * TARGET, arithmetic=2 * TARGET).train(10)
+    told: dict[str, Any] = {"target": BFLOAT16, "rounding": BFLOAT16, "rounding_noise": 0.2}
+    policy = Policy(scale=scale, bfloat16=True, **told).train(10)
     assert {*policy.rates} == {RIGHT}
     (warning,) = policy.warnings
-    assert f"noise is {2 * TARGET:.2g} nats a sequence, and at most {TARGET:.2g} are wanted" in warning
-    assert Policy(rounding=1.5 * TARGET).train(10).rates[-1] < RIGHT / 100
+    assert f"noise is {BFLOAT16:.2g} nats a sequence, and at most {policy.last_kl:.2g} are wanted" in warning
+    assert "at least four updates on a rollout" in warning
+    assert Policy(scale=scale, **told).train(10).rates[-1] < RIGHT / 2
+
+
+@pytest.mark.parametrize("floor", [0.6, 3.0])
+def test_kl_far_above_any_floor_lowers_the_rate(floor):
+    control = moved()
+    control.load_state_dict({**control.state_dict(), "floor": [[0.0, floor * control.wanted(1)]]})
+    assert control.update(3.5 * floor * control.wanted(1), 1) == pytest.approx(RIGHT)
+    assert control.update(4.5 * floor * control.wanted(2), 2) < RIGHT
 
 
 def test_floor_that_silences_all_ages_is_told_once():
@@ -546,7 +609,6 @@ def test_rate_that_changes_nothing_ends_in_range(kl):
         *(("learning_rate", {"learning_rate": value}) for value in (0.0, -1.0, math.nan, math.inf)),
         *(("updates_per_rollout", {"updates_per_rollout": value}) for value in (0, -1, 1, 2.5, math.nan)),
         *(("staleness", {"staleness": value}) for value in (-1, 0.5)),
-        *(("rounding", {"rounding": value}) for value in (-1.0, math.nan, math.inf)),
     ],
 )
 def test_setting_out_of_range_is_named(name, arguments):
@@ -582,8 +644,8 @@ def test_length_out_of_range_is_named(length):
 def test_warnings_are_given_by_default():
     control = KLTarget(TARGET, updates_per_rollout=2, learning_rate=1.0)
     with pytest.warns(UserWarning, match="KL target of 0.03 cannot be followed"):
-        for age in (0, 1):
-            control.update(1.0, age)
+        for update in range(8):
+            control.update(1.0, update % 2)
 
 
 def test_tensors_do_not_get_into_the_state():

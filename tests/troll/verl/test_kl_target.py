@@ -19,9 +19,8 @@ from tests.troll.ages import kept_ages
 from tests.troll.verl.actor import ACTOR, Actor, as_batch, captured, nested, policy_loss, rollout, trolled
 from tests.troll.verl.worker import CASES
 from troll import KLTarget
-from troll.trust_region.rate import BFLOAT16
 from troll.verl.engine import TrustRegionEngine
-from troll.verl.kl_target import STATE, KLTargetScheduler, rounding_of
+from troll.verl.kl_target import STATE, KLTargetScheduler, computes_in_bfloat16
 from troll.verl.seam.training import assign
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -101,30 +100,25 @@ def test_rate_is_found_from_far_below(follow: Any) -> None:
     # It is that of a sequence, of which a mini-batch has four.
     tokens = [float(sample.mask.sum()) for sample in rollout()]
     lengths = [sum(part) / sum(each > 0 for each in part) for part in (tokens[:4], tokens[4:8], tokens[8:])]
-    found = [measured[update] / metrics["trust_region/kl_before_mean"][update] for update in range(1, 6)]
+    floor, kls = metrics["trust_region/kl_target/floor"], metrics["trust_region/kl_before_mean"]
+    found = [(measured[update] + floor[update]) / kls[update] for update in range(1, 6)]
     assert found == pytest.approx([*lengths[1:], *lengths], rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("mixed_precision", "rounding"),
-    [
-        (None, BFLOAT16),
-        ({"reduce_dtype": "fp32"}, BFLOAT16),
-        ({"param_dtype": "bf16"}, BFLOAT16),
-        ({"param_dtype": "fp32"}, 0.0),
-    ],
+    ("mixed_precision", "bfloat16"),
+    [(None, True), ({"reduce_dtype": "fp32"}, True), ({"param_dtype": "bf16"}, True), ({"param_dtype": "fp32"}, False)],
 )
-def test_rounding_is_that_of_the_dtype_in_which_fsdp_computes(
-    mixed_precision: dict[str, str] | None, rounding: float
-) -> None:
+def test_engine_computes_in_the_dtype_of_fsdp(mixed_precision: dict[str, str] | None, bfloat16: bool) -> None:
     """Whatever its `dtype` is, which only Megatron's engine reads."""
-    assert rounding_of(FSDPEngineConfig(dtype="float32", mixed_precision=mixed_precision)) == rounding
-    assert rounding_of(McoreEngineConfig()) == BFLOAT16
+    engine = FSDPEngineConfig(dtype="float32", mixed_precision=mixed_precision)
+    assert computes_in_bfloat16(engine) == bfloat16
+    assert computes_in_bfloat16(McoreEngineConfig())
 
 
-def test_rounding_is_that_of_the_engine(follow: Any) -> None:
+def test_bfloat16_is_that_of_the_engine(follow: Any) -> None:
     run = follow()
-    assert run.engine._autocast_dtype == torch.float32 and run.target._rounding == 0.0
+    assert run.engine._autocast_dtype == torch.float32 and not run.target._bfloat16
 
 
 def test_schedule_multiplies_the_rate(follow: Any) -> None:
@@ -271,7 +265,8 @@ def test_target_changes_nothing_but_the_rate(follow: Any, monkeypatch: pytest.Mo
     theirs = rollouts(plain, 2)
     for name, value in plain.parameters().items():
         assert torch.equal(parameters[name], value), name
-    assert ours.keys() - theirs.keys() == {f"trust_region/kl_target/{name}" for name in ("measured", "wanted", "rate")}
+    names = ("measured", "wanted", "floor", "rate")
+    assert ours.keys() - theirs.keys() == {f"trust_region/kl_target/{name}" for name in names}
     trained = {name for name in theirs if not name.startswith("perf/") and name not in ("mfu", "lr")}
     assert {name: ours[name] for name in trained} == {name: theirs[name] for name in trained}
 
