@@ -71,8 +71,9 @@ class TrollConfig(GRPOConfig):
         kl_target: The KL to the old policy, not to the reference model: that of a completion, the sum over its tokens,
             in nats, that is wanted in the last of eight updates on a rollout. The learning rate follows it, with any
             surrogate: `learning_rate` is only where the search begins, at a hundredth of it, and the schedule
-            multiplies what is found. 0.1 is a start. It needs two updates on a rollout, and for completions of more
-            than some eighty tokens float32. Default: None, the rate is `learning_rate`. See docs/trl.md.
+            multiplies what is found. 0.1 is a start. It needs two updates on a rollout, in bfloat16 four, and
+            float32 for completions of more than some 400 tokens. Default: None, the rate is `learning_rate`. See
+            docs/trl.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         pull: The term that pulls the network: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball
             only; or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite

@@ -152,9 +152,8 @@ class KLTargetRate:
             entropy=means.get("entropy"),
             success=means["reward"],
         )
-        kl, floor = means.get("kl_before_mean", math.nan) * length, self._target.floor * length
-        if math.isfinite(kl):
-            self._kls.append((max(kl - floor, 0.0), self._target.wanted(age), floor))
+        if math.isfinite(self._target.compared[0]):
+            self._kls.append(self._target.compared)
         seam.write_rates(self._scheduler)
 
     def end_update(self, *, moved: bool) -> None:

@@ -22,10 +22,11 @@ the rate by 1.5 while the KL is outside [T/2, 2T]: it integrates an error as old
 23 updates for a rate that is 10,000 times too low, and undoes a schedule. Here the walk contains the schedule, which
 keeps its shape.
 
-In bfloat16 any step, however short, shows a KL of its rounding: from 1e-6 nats a token where nearly all tokens are
-certain to 1e-3 in free text, so that of a long sequence it may be ten times T. At age 0 there is nothing of it, where
-equal policies are computed equally. The floor is therefore what age 1 measures, and D is the walk of which the rest
-comes: D^p is the p-th power of this update's walk less that of age 1's.
+In bfloat16 every step also shows a KL of rounding: from 1e-6 nats a token where nearly all tokens are certain to 1e-3
+in free text. At age 0 there is nothing of it, where equal policies are computed equally. The floor is therefore what
+age 1 measures, and D is the walk of which the rest comes: D^p is the p-th power of this update's walk less that of age
+1's. This takes rounding to be the same after one step and after several, which it is not while a walk has changed few
+of the rounded weights: where it could be several times T, nothing is measured.
 
 The KL is the divergence from the policy that sampled, not from a reference model. It is that of a whole sequence, so
 that a target means the same for short and long ones: most tokens of a long one are certain, and a mean over all of them
@@ -40,8 +41,8 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median, median_low, pstdev
-from typing import Any
+from statistics import median, median_low
+from typing import Any, NamedTuple
 
 #: p: the KL grows as the walk to this power.
 EXPONENT = 1.7
@@ -57,13 +58,15 @@ FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
 #: rise.
 LEAST_RISE = 0.25
-#: What bfloat16 shows after any step, however short: up to so many nats a token. It is assumed unless a rollout's last
-#: age is at least so many times the first one after a step, and otherwise measured.
-BFLOAT16, MEASURABLE = 1.2e-3, 3
-#: It changes with the policy, and so is a median over this many rollouts.
+#: What bfloat16 shows after a step: up to so many nats a token.
+BFLOAT16 = 1.2e-3
+#: That is assumed, and nothing is measured, if a rollout's last age is less than so many times the first one after a
+#: step, or if it is more than so many times the wanted KL.
+MEASURABLE_AGES, MEASURABLE_KL = 3, 5.0
+#: Rounding changes with the policy, and so is a median over this many rollouts.
 ROUNDING_ROLLOUTS = 3
-#: A KL this many times above the noise of the floor is no noise.
-CERTAIN = 3.0
+#: A KL this many times above the noise of the floor is no noise, if there are so many in a row.
+CERTAIN, IN_A_ROW = 3.0, 4
 #: Below this part of the wanted one, a KL that does not rise with the walk is out of reach.
 JUDGED = 3 / 4
 #: How much the rate may grow after a walk twice as long that has not raised the KL, until a second doubling decides.
@@ -118,6 +121,8 @@ class _State:
     floor: list[list[float]] = field(default_factory=list)
     #: The last updates of rollouts since an update said something.
     silent: int = 0
+    #: Where noise hides what is wanted, the updates in a row whose KL was far above it.
+    certain: int = 0
     #: Of entropy and of success: the mean over few updates, the mean over many, and the number of updates.
     levels: dict[str, list[float]] = field(default_factory=dict)
     #: The rate when one of them fell: it is the limit until they recover.
@@ -133,6 +138,17 @@ class _State:
     warned: list[str] = field(default_factory=list)
 
 
+class _Floor(NamedTuple):
+    """What noise shows of a sequence: at this age, after this walk, and how far that may be wrong."""
+
+    age: int
+    walk: float
+    kl: float
+    noise: float
+    #: Whether `noise` is more than a guess.
+    known: bool = True
+
+
 class KLTarget:
     """Sets the learning rate of every update so that the KL in a rollout's last update becomes a wanted one.
 
@@ -142,7 +158,7 @@ class KLTarget:
 
     Four guards limit the rate where a measurement can mislead. Each gives one warning, once it cannot be noise:
 
-    - Noise is more than half of what is wanted, and the KL no more than noise: the update says nothing.
+    - Noise is more than half of what is wanted: the update says nothing.
     - Entropy or success is below half of its recent mean: the rate is not raised above the one with which that began,
       for a policy that has collapsed measures a small KL.
     - The KL once was the wanted one: the rate stays below ten times the rate of that moment.
@@ -159,9 +175,9 @@ class KLTarget:
             one that is too low costs a rollout or two.
         staleness: The number of updates between the sampling of a rollout and its first update, as in asynchronous
             training.
-        bfloat16: Whether the model computes in bfloat16, whose rounding shows a KL after any step. With at least four
-            updates on a rollout it is measured; with fewer, or if `staleness` is more than half of them, 1.2e-3 nats a
-            token are assumed, which hide the KL of longer sequences.
+        bfloat16: Whether the model computes in bfloat16, whose rounding shows a KL. It is measured with at least four
+            updates on a rollout (more than twice the `staleness`) and sequences of up to some 400 tokens for a target
+            of 0.1; else it is taken to be 1.2e-3 nats a token.
         warn: Takes the text of each warning; None for `warnings.warn`.
 
     Raises:
@@ -187,6 +203,8 @@ class KLTarget:
         self._staleness, self._start = staleness, START * learning_rate
         self.expect(updates_per_rollout)
         self._warn = warn or (lambda message: warnings.warn(message, stacklevel=2))
+        #: Of a sequence in the last update, in nats: the KL above the floor, what is wanted of it, and the floor.
+        self.compared = (math.nan, 0.0, 0.0)
         self._state = _State(self._start)
 
     def expect(self, updates_per_rollout: int) -> None:
@@ -206,7 +224,7 @@ class KLTarget:
         self.last_age = updates_per_rollout - 1 + self._staleness
         # The age that shows the floor: in bfloat16 the first after a step, if there are others far above it.
         first = max(self._staleness, 1)
-        self._floor_age = first if self._bfloat16 and self.last_age >= MEASURABLE * first else 0
+        self._floor_age = first if self._bfloat16 and self.last_age >= MEASURABLE_AGES * first else 0
         # The measurements of a rollout: those of the ages above the floor's.
         self._window = max(self.last_age - (self._floor_age or first - 1), FEWEST)
         # The updates over which success is a mean: all of a rollout may be told the same number, which is noisy.
@@ -218,11 +236,6 @@ class KLTarget:
     def rate(self) -> float:
         """The rate of the last update, before the schedule."""
         return self._state.rate
-
-    @property
-    def floor(self) -> float:
-        """The KL of a token, in nats, that noise shows whatever the walk, as far as it is known."""
-        return self._floor()[1]
 
     def wanted(self, age: float) -> float:
         """The wanted KL of a sequence, in nats, in an update whose rollout is `age` updates old."""
@@ -277,16 +290,20 @@ class KLTarget:
             state.fallen = None
         elif state.fallen is None:
             state.fallen = state.rate
-        walk = walk_of(state.walked, age)
+        walk, floor = walk_of(state.walked, age), self._floor(length)
+        # What lies above the floor is of the rest of the walk, as if the rollout were that much younger.
+        longest = max(walk, floor.walk)
+        part = (1 - (floor.walk / longest) ** EXPONENT) ** (1 / EXPONENT) if floor.walk > 0 else 1.0
+        excess = length * kl - floor.kl
+        self.compared = (max(excess, 0.0), self.wanted(part * age), floor.kl)
         moved = 0 < walk < math.inf and state.idle is not None and state.idle < age
-        if not math.isfinite(kl) or 0 < age < 1:
-            pass
-        elif age == self._floor_age == 0 or (moved and age < self._floor_age + 1 > 1):
+        if math.isfinite(kl) and (age == 0 if floor.age == 0 else moved and floor.age <= age < floor.age + 1):
+            self.compared = (0.0, 0.0, length * kl)
             # What followed a much longer walk was more than the floor.
-            floor = [entry for entry in state.floor if entry[0] <= 2 * walk]
-            state.floor = [*floor, [walk, max(kl, 0.0)]][-RECENT_ROLLOUTS:]
-        elif moved:
-            self._observe(kl, age, walk, length, fallen)
+            entries = [each for each in state.floor if each[0] <= 2 * walk]
+            state.floor = [*entries, [walk, max(kl, 0.0)]][-RECENT_ROLLOUTS:]
+        elif math.isfinite(kl) and age >= 1 and moved and part > 0:
+            self._observe(excess, part * age, part * walk, age, floor, fallen)
         rate = state.rate * float(schedule)
         if moves:
             state.idle = 0
@@ -317,47 +334,55 @@ class KLTarget:
         """Takes over the state of a checkpoint. Settings are not part of it."""
         self._state = _State(**copy.deepcopy(state))
 
-    def _floor(self) -> tuple[float, float, float]:
-        """The walk of the updates that show the floor, their KL of a token, and its noise."""
-        floor = self._state.floor
-        kls = [kl for _, kl in floor]
-        if self._floor_age == 0:
-            level = max(median(kls) if kls else 0.0, BFLOAT16 if self._bfloat16 else 0.0)
-            return 0.0, level, level
-        if not floor:
-            return 0.0, 0.0, math.inf
-        if len(floor) < FEWEST:
-            walk, level = min(floor)
-            return walk, level, level / CERTAIN
-        newest = floor[-ROUNDING_ROLLOUTS:]
-        return median_low([walk for walk, _ in newest]), median_low([kl for _, kl in newest]), pstdev(kls)
+    def _floor(self, length: float) -> _Floor:
+        """The floor of sequences with so many tokens."""
+        measurable = BFLOAT16 * length <= MEASURABLE_KL * self.wanted(self.last_age)
+        age = self._floor_age if measurable else 0
+        # Where U has changed, there may be entries of other ages.
+        entries = [each for each in self._state.floor if (each[0] > 0) == (age > 0)]
+        kls = [kl for _, kl in entries]
+        if age == 0 or not entries:
+            kl = length * max(median(kls) if kls else 0.0, BFLOAT16 if self._bfloat16 else 0.0)
+            return _Floor(age, 0.0, kl, noise=kl)
+        if len(entries) < FEWEST:
+            walk, kl = min(entries)
+            return _Floor(age, walk, length * kl, length * kl / CERTAIN, known=False)
+        # The standard deviation, by the median of deviations.
+        noise = 1.5 * median(abs(kl - median(kls)) for kl in kls)
+        walk, kl = (median_low(values) for values in zip(*entries[-ROUNDING_ROLLOUTS:], strict=True))
+        return _Floor(age, walk, length * kl, length * noise)
 
-    def _observe(self, kl: float, age: float, walk: float, length: float, fallen: Sequence[str]) -> None:
-        """Takes a measurement of a token after a walk, and moves the rate."""
-        state = self._state
-        shortest, level, noise = self._floor()
-        if walk <= shortest:
-            return
-        # What lies above the floor is of the rest of the walk, as if the rollout were that much younger.
-        part = (1 - (shortest / walk) ** EXPONENT) ** (1 / EXPONENT)
-        wanted, excess, noise = self.wanted(part * age), length * (kl - level), length * noise
-        if noise > wanted / 2 and excess <= CERTAIN * noise:
-            state.silent += age >= self.last_age and (len(state.floor) >= FEWEST or self._floor_age == 0)
+    def _observe(self, kl: float, since: float, walk: float, age: float, floor: _Floor, fallen: Sequence[str]) -> None:
+        """Takes what lies above the floor, the age and the walk since then, and moves the rate."""
+        state, wanted, noise = self._state, self.wanted(since), floor.noise
+        certain, hidden = kl > CERTAIN * noise, noise > wanted / 2
+        if hidden:
+            state.certain = state.certain + 1 if certain else 0
+        # The noise at age 0, of dropout or an engine, is no bound of what it may be.
+        if hidden and (floor.age == 0 or (floor.known and state.certain < IN_A_ROW) or not certain):
+            state.silent += age >= self.last_age and floor.known
             if state.silent == FEWEST:
+                least = noise / MEASURABLE_KL if floor.age < self._floor_age else 2 * noise
                 self._tell(
                     "floor",
                     f"a KL target of {self.kl:g} cannot be followed: noise is {noise:.2g} nats a sequence, and at "
                     f"most {wanted:.2g} are wanted. The learning rate stays at {state.rate:.2g}. Set a target above "
-                    f"{2 * noise / wanted * self.kl:.2g}, or none, or remove noise: float32, no dropout, the trainer's "
-                    "own old policy, more sequences in an update, or at least four updates on a rollout",
+                    f"{least / wanted * self.kl:.2g}, or none, or remove noise: float32, no dropout, the trainer's own "
+                    "old policy, more sequences in an update, or at least four updates on a rollout",
                 )
             return
         state.silent = 0
         # A KL that does not stand out from the noise is at most as large. That can only show that the rate is too low.
         least = max(noise, LEAST_KL * wanted)
-        measured = [math.log(part * age), math.log(part * walk), math.log(max(excess, least))]
-        log_rate, bound = self._log_rate([measured]), excess <= least
+        measured = [math.log(since), math.log(walk), math.log(max(kl, least))]
+        log_rate, bound = self._log_rate([measured]), kl <= least
+        if bound:
+            state.comparable = 0
         if bound and state.measured and log_rate <= self._log_rate(state.measured):
+            return
+        # Where a schedule has shortened the walk, noise would be taken for a KL, and its absence for nothing.
+        expected = wanted * min(walk / (since * state.rate), 1.0) ** EXPONENT
+        if noise > expected / 2 and not certain and log_rate < math.log(state.rate):
             return
         if state.fallen is not None and log_rate > math.log(2 * state.fallen):
             self._tell(
@@ -370,9 +395,9 @@ class KLTarget:
         older = [] if bound and state.reached is None else state.measured
         state.measured = [*older, measured][-self._window :]
         state.comparable = 0 if bound or age <= self._staleness - 1 else state.comparable + 1
-        self._hold_if_saturated(noise)
+        self._hold_if_saturated(least=CERTAIN * floor.kl)
         self._move_rate(BOUND_GROWTH if bound else GROWTH)
-        if state.reached is None and state.comparable >= self._window and self._log_part() >= 0:
+        if state.reached is None and not hidden and state.comparable >= self._window and self._log_part() >= 0:
             state.reached = state.rate
 
     def _log_rate(self, measured: Sequence[Sequence[float]]) -> float:
@@ -385,17 +410,17 @@ class KLTarget:
         log_age, _, log_kl = map(mean, zip(*self._state.measured, strict=True))
         return log_kl - math.log(self.wanted(math.exp(log_age)))
 
-    def _hold_if_saturated(self, noise: float) -> None:
+    def _hold_if_saturated(self, least: float) -> None:
         """Limits the rate if a walk has been doubled twice and the KL has not risen.
 
-        The limit ends where the KL becomes the wanted one, or halves.
+        The limit ends where the KL becomes the wanted one, or halves. A KL below `least` may be noise.
         """
         state, log_part = self._state, self._log_part()
         _, log_walk, log_kl = map(mean, zip(*state.measured, strict=True))
         if state.held is not None and (log_part >= 0 or log_kl < state.held["log_kl"] - math.log(2)):
             state.held = None
         # Means can be compared if each is over all ages of a rollout.
-        if state.comparable < self._window or math.exp(log_kl) < CERTAIN * noise or log_part > math.log(JUDGED):
+        if state.comparable < self._window or math.exp(log_kl) < least or log_part > math.log(JUDGED):
             state.doubled = []
             return
         if state.doubled:

@@ -157,12 +157,11 @@ class KLTargetScheduler:
         )
         self._updates_on_rollout += 1
         self._used = self._write()
-        floor = self._target.floor * length
-        measured = means["kl_before_mean"] * length - floor
+        measured, wanted, floor = self._target.compared
         return {
-            "kl_target/measured": max(measured, 0.0) if math.isfinite(measured) else 0.0,  # as verl's of no token
-            "kl_target/wanted": self._target.wanted(age),
-            "kl_target/floor": floor if math.isfinite(floor) else 0.0,
+            "kl_target/measured": measured if math.isfinite(measured) else 0.0,  # as verl's metrics of no token
+            "kl_target/wanted": wanted,
+            "kl_target/floor": floor,
             "kl_target/rate": self._target.rate,
         }
 

@@ -123,8 +123,16 @@ class Policy:
             success = self.success() if callable(self.success) else self.success
             moves = self.moves(update)
             self.momentum = 1.0 if moves else 0.9 * self.momentum
+            # Long enough for so much rounding.
+            length = max(1.0, self.rounding / BFLOAT16)
             rate = self.control.update(
-                self.measure(kl), age, schedule=schedule(update), moves=moves, entropy=self.entropy, success=success
+                self.measure(kl) / length,
+                age,
+                length=length,
+                schedule=schedule(update),
+                moves=moves,
+                entropy=self.entropy,
+                success=success,
             )
             self.used.append(self.momentum * rate)
             self.rates.append(self.control.rate)
@@ -404,18 +412,18 @@ def test_length_does_not_change_the_rounding_of_a_token():
         control.update(kl / length + 3e-4 * (age > 0), age, length=length)
         policy.load_state_dict({**policy.state_dict(), "walked": control.state_dict()["walked"]})
     assert control.rate == pytest.approx(RIGHT, rel=0.05)
-    assert control.floor == pytest.approx(3e-4, rel=0.1)
+    assert control.compared[2] == pytest.approx(length * 3e-4, rel=0.1)
 
 
 def test_no_rounding_is_known_before_the_first_step():
     control = KLTarget(TARGET, updates_per_rollout=8, learning_rate=1.0, bfloat16=True)
     for age in range(4):  # the first update has no gradient
-        control.update(1.0, age, moves=age > 0)
-    assert control.rate == START and control.floor == 0
+        control.update(1e-3, age, length=100.0, moves=age > 0)
+    assert control.rate == START
 
 
 def test_rounding_that_varies_is_told_of():
-    policy = Policy(bfloat16=True, rounding=10 * TARGET, rounding_noise=0.2).train(20)
+    policy = Policy(bfloat16=True, rounding=4 * TARGET, rounding_noise=0.3).train(20)
     (warning,) = policy.warnings
     assert "more sequences in an update" in warning
     assert max(policy.rates) < 2 * RIGHT
@@ -433,12 +441,101 @@ def test_target_within_the_assumed_rounding_is_told_of(scale):
     assert Policy(scale=scale, **told).train(10).rates[-1] < RIGHT / 2
 
 
-@pytest.mark.parametrize("floor", [0.6, 3.0])
-def test_kl_far_above_any_floor_lowers_the_rate(floor):
-    control = moved()
-    control.load_state_dict({**control.state_dict(), "floor": [[0.0, floor * control.wanted(1)]]})
-    assert control.update(3.5 * floor * control.wanted(1), 1) == pytest.approx(RIGHT)
-    assert control.update(4.5 * floor * control.wanted(2), 2) < RIGHT
+def test_kl_far_above_noise_that_hides_the_target_lowers_the_rate():
+    """If there are four in a row, which noise does not make."""
+    control = KLTarget(TARGET, updates_per_rollout=16, learning_rate=RIGHT / START, bfloat16=True)
+    control.update(0.0, 0)
+    floor = [[RIGHT, kl] for kl in (0.12, 0.06, 0.18, 0.09)]
+    control.load_state_dict({**control.state_dict(), "floor": floor})
+    for age, above in enumerate((0.0, 0.3, 0.3, 0.3, 0.1, 0.3, 0.3, 0.3), 1):
+        assert control.update(0.12 + above, age) == pytest.approx(RIGHT)
+    assert control.update(0.12 + 0.3, 9) < RIGHT / 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Policy(floor=2 * TARGET, noise=0.6),
+        lambda: Policy(bfloat16=True, rounding=4 * TARGET, rounding_noise=0.3),
+    ],
+    ids=["engine", "rounding"],
+)
+def test_noise_that_hides_the_target_does_not_move_the_rate(make):
+    """Not in the long run either, where some of it lies far above the rest."""
+    policy = make().train(400)
+    late = policy.rates[-1600:]
+    assert min(late) > RIGHT / 3 and max(late) < 2 * RIGHT
+    assert len(policy.warnings) == 1
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "warm-up and cosine"])
+@pytest.mark.parametrize("scale", [(4, 0), USUAL])
+def test_schedule_that_decays_does_not_make_a_kl_of_noise(scale, schedule):
+    count = 100 * scale[0]
+    policy = Policy("sum of rate^2", scale, bfloat16=True)
+    policy.rounding = 3 * policy.last_kl
+    policy.train(100, lambda update: SCHEDULES[schedule](update / count))
+    late = policy.rates[count // 4 :]
+    assert min(late) > RIGHT / 4 and max(late) < 4 * RIGHT
+    assert not any("10 times" in message for message in policy.warnings)
+
+
+@pytest.mark.parametrize("others", [[3, 8], [2, 4], [4, 3]])
+def test_rounding_is_known_while_the_number_of_updates_changes(others):
+    control = KLTarget(0.1, updates_per_rollout=8, learning_rate=RIGHT / START, bfloat16=True)
+    for rollout in range(60):
+        updates = others[rollout % 2]
+        control.expect(updates)
+        for age in range(updates):
+            kl = (
+                control.wanted(control.last_age)
+                * (walk_of(control.state_dict()["walked"], age) / RIGHT / (updates - 1)) ** 1.7
+            )
+            control.update(kl / 60 + 1e-3 * (age > 0), age, length=60.0)
+    assert RIGHT / 3 < control.rate < 3 * RIGHT
+
+
+def test_rate_is_found_where_few_updates_have_gradients():
+    """Without an update at age 1 that says something, bfloat16's rounding is assumed."""
+    policy = Policy(start=1e-2, bfloat16=True, rounding=BFLOAT16 / 2, moves=lambda update: update % 8 == 3).train(200)
+    assert RIGHT / 3 < policy.rates[-1] < 3 * RIGHT
+
+
+def test_an_outlier_does_not_hide_the_target():
+    policy = Policy(start=1e-2, bfloat16=True)
+    policy.rounding = 3 * policy.last_kl
+    policy.train(20)
+    policy.rounding *= 3
+    policy.train(1)
+    policy.rounding /= 3
+    late = policy.train(20).rates[-80:]
+    assert min(late) > RIGHT / 2.5 and max(late) < 2.5 * RIGHT
+    assert not policy.warnings
+
+
+def test_measured_meets_wanted_at_the_right_rate():
+    """Above the floor, which is what the first update after a step shows."""
+    control = KLTarget(0.1, updates_per_rollout=8, learning_rate=RIGHT / START, bfloat16=True)
+    for update in range(24):
+        age = update % 8
+        kl = control.wanted(7) * (walk_of(control.state_dict()["walked"], age) / (7 * RIGHT)) ** 1.7
+        control.update((kl + 0.05 * (age > 0)) / 10, age, length=10.0)
+        measured, wanted, floor = control.compared
+        assert measured == pytest.approx(wanted, rel=1e-3, abs=1e-12)
+        assert (wanted > 0) == (age > 1) and (age < 1 or floor == pytest.approx(0.05 + 0.1 / 7**1.7))
+
+
+@pytest.mark.parametrize("length", [300.0, 3000.0])
+def test_long_sequences_are_refused_in_bfloat16(length):
+    """Rounding that grows with the walk would be taken for a KL of them."""
+    messages: list[str] = []
+    control = KLTarget(0.1, updates_per_rollout=8, learning_rate=RIGHT / START, bfloat16=True, warn=messages.append)
+    for update in range(80):
+        age = update % 8
+        control.update(age * 3e-4, age, length=length)
+    assert (control.rate == RIGHT) == (length > 1000) == any("cannot be followed" in each for each in messages)
+    if length > 1000:
+        assert "Set a target above 0.72," in messages[0]
 
 
 def test_floor_that_silences_all_ages_is_told_once():
