@@ -11,7 +11,7 @@
 set -uo pipefail
 trap 'exit 130' INT
 
-# In bfloat16 the rounding of four thousand tokens would hide a smaller target than 5.
+# In bfloat16 the rounding of four thousand tokens would hide a much smaller target.
 RUNS=${RUNS:-troll:5 troll penalty:5 penalty clip cispo}
 export TOTAL_TRAINING_STEPS=${TOTAL_TRAINING_STEPS:-100}
 unset EXPERIMENT_NAME  # each run has its own

@@ -8,7 +8,7 @@ the KL is chosen, and the rate is derived from what the last updates did. Let T 
     A     the age of a rollout's last update: updates_per_rollout − 1 + staleness
     D     the walk: the sum of the rates that these a updates really used
     W(a)  = T √(A/7) (a/A)^p, the KL that is wanted at age a; W = W(A)
-    KL    what was measured of a sequence, the sum over its tokens, less the floor, that of no walk: the median of what
+    KL    what was measured of a sequence, the sum over its tokens, less the floor, what noise shows: the median of what
           is measured at age 0, where both policies are the same
 
 The KL grows as the walk to the power p = 1.7 (2 by Taylor's theorem; with constant rates, 1.5 to 1.9 was measured). So
@@ -60,8 +60,8 @@ FEWEST = 4
 LEAST_RISE = 0.25
 #: What bfloat16 shows after a step: up to so many nats a token.
 BFLOAT16 = 1.2e-3
-#: That is assumed, and nothing is measured, if a rollout's last age is less than so many times the first one after a
-#: step, or if it is more than so many times the wanted KL.
+#: So much is assumed, and nothing is measured, if a rollout's last age is less than so many times the first one after a
+#: step, or if so much is more than so many times the wanted KL.
 MEASURABLE_AGES, MEASURABLE_KL = 3, 5.0
 #: Rounding changes with the policy, and so is a median over this many rollouts.
 ROUNDING_ROLLOUTS = 3
@@ -73,7 +73,8 @@ JUDGED = 3 / 4
 DOUBTED_GROWTH = 3.0
 #: The part of a step that Adam makes again in the next update if that has no gradient: its β₁.
 MOMENTUM = 0.9
-#: Entropy and success are compared with their mean over about this many rollouts; the floor is a median of as many.
+#: Entropy and success are compared with their mean over about this many rollouts; the floor at age 0 is a median of as
+#: many.
 RECENT_ROLLOUTS = 10
 #: The smallest KL of which a logarithm is taken, as a part of the wanted one.
 LEAST_KL = 1e-9
@@ -162,7 +163,7 @@ class KLTarget:
     - Entropy or success is below half of its recent mean: the rate is not raised above the one with which that began,
       for a policy that has collapsed measures a small KL.
     - The KL once was the wanted one: the rate stays below ten times the rate of that moment.
-    - Two doublings of the rate have not raised a KL that is more than rounding: the rate goes back, until it changes.
+    - Two doublings of the rate have not raised a KL that is more than noise: the rate goes back, until it changes.
 
     The state is plain numbers, and equal inputs give equal rates: each process of a training has its own object.
 
@@ -292,17 +293,17 @@ class KLTarget:
             state.fallen = state.rate
         walk, floor = walk_of(state.walked, age), self._floor(length)
         # What lies above the floor is of the rest of the walk, as if the rollout were that much younger.
-        longest = max(walk, floor.walk)
-        part = (1 - (floor.walk / longest) ** EXPONENT) ** (1 / EXPONENT) if floor.walk > 0 else 1.0
-        excess = length * kl - floor.kl
+        part = (1 - (floor.walk / walk) ** EXPONENT) ** (1 / EXPONENT) if walk > floor.walk else 0.0
+        shown = length * kl
+        excess = shown - floor.kl
         self.compared = (max(excess, 0.0), self.wanted(part * age), floor.kl)
         moved = 0 < walk < math.inf and state.idle is not None and state.idle < age
-        if math.isfinite(kl) and (age == 0 if floor.age == 0 else moved and floor.age <= age < floor.age + 1):
-            self.compared = (0.0, 0.0, length * kl)
+        if math.isfinite(shown) and (age == 0 if floor.age == 0 else moved and floor.age <= age < floor.age + 1):
+            self.compared = (0.0, 0.0, shown)
             # What followed a much longer walk was more than the floor.
-            entries = [each for each in state.floor if each[0] <= 2 * walk]
+            entries = [each for each in state.floor if not 0 < 2 * walk < each[0]]
             state.floor = [*entries, [walk, max(kl, 0.0)]][-RECENT_ROLLOUTS:]
-        elif math.isfinite(kl) and age >= 1 and moved and part > 0:
+        elif math.isfinite(shown) and age >= 1 and moved and part * walk > 0:
             self._observe(excess, part * age, part * walk, age, floor, fallen)
         rate = state.rate * float(schedule)
         if moves:
@@ -342,15 +343,16 @@ class KLTarget:
         entries = [each for each in self._state.floor if (each[0] > 0) == (age > 0)]
         kls = [kl for _, kl in entries]
         if age == 0 or not entries:
-            kl = length * max(median(kls) if kls else 0.0, BFLOAT16 if self._bfloat16 else 0.0)
+            kl = length * max(median(kls or [0.0]), BFLOAT16 if self._bfloat16 else 0.0)
             return _Floor(age, 0.0, kl, noise=kl)
-        if len(entries) < FEWEST:
-            walk, kl = min(entries)
-            return _Floor(age, walk, length * kl, length * kl / CERTAIN, known=False)
+        known = len(entries) >= FEWEST
+        newest = entries[-ROUNDING_ROLLOUTS:] if known else [min(entries)]
+        walk, kl = (median_low(values) for values in zip(*newest, strict=True))
+        # What is more than rounding can be is the policy's.
+        kl = length * min(kl, BFLOAT16)
         # The standard deviation, by the median of deviations.
-        noise = 1.5 * median(abs(kl - median(kls)) for kl in kls)
-        walk, kl = (median_low(values) for values in zip(*entries[-ROUNDING_ROLLOUTS:], strict=True))
-        return _Floor(age, walk, length * kl, length * noise)
+        noise = length * 1.5 * median(abs(each - median(kls)) for each in kls) if known else kl / CERTAIN
+        return _Floor(age, walk, kl, noise, known)
 
     def _observe(self, kl: float, since: float, walk: float, age: float, floor: _Floor, fallen: Sequence[str]) -> None:
         """Takes what lies above the floor, the age and the walk since then, and moves the rate."""
@@ -359,7 +361,7 @@ class KLTarget:
         if hidden:
             state.certain = state.certain + 1 if certain else 0
         # The noise at age 0, of dropout or an engine, is no bound of what it may be.
-        if hidden and (floor.age == 0 or (floor.known and state.certain < IN_A_ROW) or not certain):
+        if hidden and (floor.age == 0 or state.certain < (IN_A_ROW if floor.known else 1)):
             state.silent += age >= self.last_age and floor.known
             if state.silent == FEWEST:
                 least = noise / MEASURABLE_KL if floor.age < self._floor_age else 2 * noise
@@ -376,11 +378,10 @@ class KLTarget:
         least = max(noise, LEAST_KL * wanted)
         measured = [math.log(since), math.log(walk), math.log(max(kl, least))]
         log_rate, bound = self._log_rate([measured]), kl <= least
-        if bound:
-            state.comparable = 0
         if bound and state.measured and log_rate <= self._log_rate(state.measured):
             return
-        # Where a schedule has shortened the walk, noise would be taken for a KL, and its absence for nothing.
+        # After a short walk, as a schedule makes it, noise that adds to the KL would lower the rate, and noise that
+        # takes from it would say nothing.
         expected = wanted * min(walk / (since * state.rate), 1.0) ** EXPONENT
         if noise > expected / 2 and not certain and log_rate < math.log(state.rate):
             return
@@ -395,7 +396,7 @@ class KLTarget:
         older = [] if bound and state.reached is None else state.measured
         state.measured = [*older, measured][-self._window :]
         state.comparable = 0 if bound or age <= self._staleness - 1 else state.comparable + 1
-        self._hold_if_saturated(least=CERTAIN * floor.kl)
+        self._hold_if_saturated(least=max(floor.kl, CERTAIN * noise))
         self._move_rate(BOUND_GROWTH if bound else GROWTH)
         if state.reached is None and not hidden and state.comparable >= self._window and self._log_part() >= 0:
             state.reached = state.rate

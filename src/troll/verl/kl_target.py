@@ -157,9 +157,10 @@ class KLTargetScheduler:
         )
         self._updates_on_rollout += 1
         self._used = self._write()
-        measured, wanted, floor = self._target.compared
+        # As verl's metrics of no token.
+        measured, wanted, floor = (value if math.isfinite(value) else 0.0 for value in self._target.compared)
         return {
-            "kl_target/measured": measured if math.isfinite(measured) else 0.0,  # as verl's metrics of no token
+            "kl_target/measured": measured,
             "kl_target/wanted": wanted,
             "kl_target/floor": floor,
             "kl_target/rate": self._target.rate,
