@@ -58,7 +58,7 @@ FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
 #: rise.
 LEAST_RISE = 0.25
-#: What bfloat16 shows after a step: up to so many nats a token.
+#: What bfloat16 shows after a step, in nats a token, as far as was measured: up to so much.
 BFLOAT16 = 1.2e-3
 #: So much is assumed, and nothing is measured, if a rollout's last age is less than so many times the first one after a
 #: step, or if so much is more than so many times the wanted KL.
@@ -348,11 +348,9 @@ class KLTarget:
         known = len(entries) >= FEWEST
         newest = entries[-ROUNDING_ROLLOUTS:] if known else [min(entries)]
         walk, kl = (median_low(values) for values in zip(*newest, strict=True))
-        # What is more than rounding can be is the policy's.
-        kl = length * min(kl, BFLOAT16)
         # The standard deviation, by the median of deviations.
-        noise = length * 1.5 * median(abs(each - median(kls)) for each in kls) if known else kl / CERTAIN
-        return _Floor(age, walk, kl, noise, known)
+        noise = 1.5 * median(abs(each - median(kls)) for each in kls) if known else kl / CERTAIN
+        return _Floor(age, walk, length * kl, length * noise, known)
 
     def _observe(self, kl: float, since: float, walk: float, age: float, floor: _Floor, fallen: Sequence[str]) -> None:
         """Takes what lies above the floor, the age and the walk since then, and moves the rate."""
