@@ -58,7 +58,7 @@ FEWEST = 4
 #: A walk twice as long should raise the logarithm of the KL by p log 2; less than this part of it does not count as a
 #: rise.
 LEAST_RISE = 0.25
-#: What bfloat16 shows after a step, in nats a token, as far as was measured: up to so much.
+#: About what bfloat16 shows after a step where it was seen to show most, in nats a token: SmolLM2's free text.
 BFLOAT16 = 1.2e-3
 #: So much is assumed, and nothing is measured, if a rollout's last age is less than so many times the first one after a
 #: step, or if so much is more than so many times the wanted KL.
