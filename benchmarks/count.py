@@ -135,7 +135,7 @@ def rows(
     made = {name: after_reading if name == OUTCOMES else of_source(name) for name in paths}
     found = []
     # With many tokens the backward pass computes most tiles again.
-    with mock.patch.dict(os.environ, {kernels.VARIABLE: kernels_of}), mock.patch.object(head, "KEPT", 0):
+    with mock.patch.dict(os.environ, {kernels.KERNELS_VARIABLE: kernels_of}), mock.patch.object(head, "KEPT", 0):
         for path, passes in made.items():
             for name, figure in figures(passes, half_tiles, tokens, vocabulary).items():
                 bars = bars_of(path, name) if kernels_of == "triton" else {}

@@ -15,7 +15,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from tests.troll.trl import dense, tiny
 from tests.troll.trl.surrogates import contract
 from tests.troll.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.micro_batch import OLD_POLICY
+from troll.trl.old_policy import OLD_POLICY
 from troll.trl.surrogates import SURROGATES, KLPenaltySettings, ScoredTokens, kl_penalty
 from troll_lab import rivals
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
-from troll.trl.micro_batch import OLD_POLICY, OldPolicy
+from troll.trl.old_policy import OLD_POLICY, OldPolicyCapture
 from troll.trl.sampling import NO_TRUNCATION
 from troll.trl.seam import Scores, add_metrics, allow_log_probs, logprobs_mode, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
@@ -210,7 +210,7 @@ def reporting_rollout_func(
     return reporting
 
 
-class RolloutAnchor(OldPolicy):
+class RolloutAnchor(OldPolicyCapture):
     """The engine's policy as the old one, for `anchor="rollout"`; every method runs on every process.
 
     It wraps the trainer's rollout function, and vLLM's `generate`.

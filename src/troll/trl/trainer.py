@@ -20,8 +20,9 @@ from troll.trl.config import TrollConfig
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.estimators import ESTIMATORS, combine_rewards
 from troll.trl.kl_target import KLTargetRate
-from troll.trl.micro_batch import OLD_POLICY, OldPolicy, SurrogateLoss
+from troll.trl.micro_batch import SurrogateLoss
 from troll.trl.monitor import Monitor
+from troll.trl.old_policy import OLD_POLICY, OldPolicyCapture
 from troll.trl.surrogates import SURROGATES
 from troll.trl.ungraded import UngradedFilter
 
@@ -48,7 +49,8 @@ class TrollTrainer(GRPOTrainer):
     - `_calculate_rewards` keeps the rewards for the estimators, and leaves out what a grader could not judge.
     - `_compute_loss` is TRL's loss, of a micro-batch whose old log-probabilities make its ratio the surrogate's.
 
-    A micro-batch is told from top to bottom in `troll.trl.micro_batch`; what happens before a training and between
+    The old policy is made in `troll.trl.old_policy` or `anchor`, and a micro-batch is told from top to bottom in
+    `micro_batch`; what happens before a training and between
     updates, in `troll.trl.callback`. A trainer that samples in another way, such as `troll_lab.trl.LabTrainer`, changes
     `_roll_out` and `_make_old_policy`; where a sample has several rows, `of_rows` and `of_samples`; and where older
     weights sample, `passes_behind`.
@@ -162,9 +164,9 @@ class TrollTrainer(GRPOTrainer):
         self.monitor = Monitor(self.accelerator, self.args)
         self.diagnostics = Diagnostics(self)
 
-    def _make_old_policy(self) -> OldPolicy:
+    def _make_old_policy(self) -> OldPolicyCapture:
         """The old policy: the engine's, or captured."""
-        return RolloutAnchor(self) if self.args.anchor == "rollout" else OldPolicy(self)
+        return RolloutAnchor(self) if self.args.anchor == "rollout" else OldPolicyCapture(self)
 
     def begin(self) -> None:
         """Begins a training: refuses what cannot be trained, and leaves out the state of an interrupted one.

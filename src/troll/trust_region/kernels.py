@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 #: The environment variable that forces "torch" or "triton". Unset, GPU tensors take Triton if it is installed.
-VARIABLE = "TROLL_KERNELS"
+KERNELS_VARIABLE = "TROLL_KERNELS"
 
 #: More outcomes of a token than this do not fit the registers of one program.
 MAX_OUTCOMES = 4096
@@ -33,14 +33,14 @@ def use_triton(tensor: Tensor, outcomes: int, max_outcomes: int = MAX_OUTCOMES) 
         ValueError: If the environment variable `TROLL_KERNELS` is neither "torch" nor "triton".
         ImportError: If it asks for Triton, which is not installed.
     """
-    forced = os.environ.get(VARIABLE, "")
+    forced = os.environ.get(KERNELS_VARIABLE, "")
     if forced not in ("", "torch", "triton"):
-        raise ValueError(f"{VARIABLE} must be torch or triton, got {forced!r}")
+        raise ValueError(f"{KERNELS_VARIABLE} must be torch or triton, got {forced!r}")
     if tensor.element_size() == 8 or outcomes > max_outcomes or forced == "torch":
         return False
     if forced == "triton":
         if not _triton_is_installed():
-            raise ImportError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'troll-rl[triton]'")
+            raise ImportError(f"{KERNELS_VARIABLE}=triton, but Triton is not installed: pip install 'troll-rl[triton]'")
         return True
     return tensor.device.type in ("cuda", "xpu") and _triton_is_installed()
 

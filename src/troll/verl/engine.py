@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from troll.trust_region.metrics import Tally
 from troll.verl.hooks import Capture, Hook, Score, Update
 from troll.verl.kl_target import NOT_LOGGED, KLTargetScheduler, computes_in_bfloat16
-from troll.verl.old_policies import Captured
+from troll.verl.old_policies import OldPolicyStore
 from troll.verl.seam import tu
 from troll.verl.seam.training import assign
 from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
@@ -37,7 +37,7 @@ class TrustRegionEngine:
     Attributes:
         hook: Reads the current batch; None for a pass that is left to verl.
         from_head: Whether the hook reads the head, instead of logits.
-        captured: The old policies of the last rollout that was scored.
+        old_policies: The old policies of the last rollout that was scored.
         kl_target: The scheduler that sets every update's learning rate; None without a `kl_target`.
 
     Raises:
@@ -47,7 +47,7 @@ class TrustRegionEngine:
     trust_region: TrollPolicyLossConfig
     engine_config: Any
     hook: Hook | None = None
-    captured: Captured
+    old_policies: OldPolicyStore
     kl_target: KLTargetScheduler | None = None
     #: What goes around verl's scheduler if there is a `kl_target`.
     scheduler_class: type[KLTargetScheduler] = KLTargetScheduler
@@ -70,7 +70,7 @@ class TrustRegionEngine:
         for config in (model_config, engine_config):
             assign(config, use_fused_kernels=False)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
-        self.captured = Captured()
+        self.old_policies = OldPolicyStore()
 
     def processes(self) -> ProcessGroup | None:
         """The processes among which the tokens of a batch are divided."""
@@ -123,7 +123,7 @@ class TrustRegionEngine:
         )
         output = super().forward_backward_batch(data, hook, forward_only)  # type: ignore[misc]
         if isinstance(hook, Capture):
-            self.captured = hook.captured
+            self.old_policies = hook.old_policies
         if isinstance(hook, Update):
             sums = hook.sums() if hook.observed else Tally()
             metrics = {name: value.item() for name, value in sums.values(empty=0.0).items() if name not in NOT_LOGGED}
@@ -150,7 +150,7 @@ class TrustRegionEngine:
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if not forward_only:
             assert loss_function is not None
-            return Update(self.trust_region, entropy, self.captured, loss_function, self.processes())
+            return Update(self.trust_region, entropy, self.old_policies, loss_function, self.processes())
         if loss_function is not None:
             return None
         # A LoRA reference pass asks for no entropy.

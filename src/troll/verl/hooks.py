@@ -23,7 +23,7 @@ from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import LogitsSource
 from troll.verl.kl_target import sums_of
 from troll.verl.loss import ProjectedTokens, projected
-from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported_policies
+from troll.verl.old_policies import OldPolicyStore, ResponseTokens, fill_unreported, reported_policies
 from troll.verl.seam.training import no_padding_2_padding
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -117,12 +117,12 @@ class Capture(Hook):
     """Captures the old policies of a rollout in the pass that computes its old log-probabilities.
 
     Attributes:
-        captured: The old policies so far.
+        old_policies: The old policies so far.
     """
 
     def __init__(self, settings: TrollPolicyLossConfig, entropy: bool) -> None:
         super().__init__(settings, entropy)
-        self.captured = Captured()
+        self.old_policies = OldPolicyStore()
 
     def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p, and the entropy."""
@@ -138,7 +138,7 @@ class Capture(Hook):
         assert entropy is not None
         # Of a truncated policy, each process has as many slots as the largest kept set of its own tokens needs.
         slots = self.tokens.largest(policy.top_k) if policy.truncated else policy.top_k
-        self.captured.keep(policy.widened(slots).each(self.tokens.whole), data)
+        self.old_policies.keep(policy.widened(slots).each(self.tokens.whole), data)
         return {"log_probs": policy.log_prob, "entropy": entropy}
 
 
@@ -148,7 +148,7 @@ class Update(Hook):
     Args:
         settings: The settings of the trust region.
         entropy: Whether the entropy over the vocabulary is an output too.
-        captured: The old policies, unless the inference engine reports them.
+        old_policies: The old policies, unless the inference engine reports them.
         loss_function: verl's loss function, which calls the policy loss.
         processes: The processes that hold the batch's tokens between them; None for this one only.
     """
@@ -157,12 +157,12 @@ class Update(Hook):
         self,
         settings: TrollPolicyLossConfig,
         entropy: bool,
-        captured: Captured,
+        old_policies: OldPolicyStore,
         loss_function: Callable[..., tuple[Tensor, dict[str, Any]]],
         processes: ProcessGroup | None,
     ) -> None:
         super().__init__(settings, entropy)
-        self._captured = captured
+        self._old_policies = old_policies
         self._loss_function, self._processes = loss_function, processes
         self._tally = Tally()
 
@@ -175,7 +175,7 @@ class Update(Hook):
         if at_rollout:
             packed = reported_policies(data, source.vocabulary.size, truncated=kept is not None)
         else:
-            packed = self._captured.of(data)
+            packed = self._old_policies.of(data)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         mask = data["response_mask"].values().bool()[tokens.numbers]
         unreported = packed.counts == 0  # in the whole micro-batch, so that processes that share it agree

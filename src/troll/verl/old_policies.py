@@ -92,7 +92,7 @@ def response_places(data: TensorDict) -> Tensor:
     return torch.where(predicts, (responses.cumsum(0) - responses)[sequence] + within + 1, 0)
 
 
-class Captured:
+class OldPolicyStore:
     """The old policies of the last rollout that this process captured, on the host.
 
     verl balances a batch before it is scored, and sends each sequence to the same processes for its updates. So old

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from troll.trl import TrollTrainer, checks
-from troll.trl.micro_batch import OldPolicy
+from troll.trl.old_policy import OldPolicyCapture
 from troll.trl.seam import sequences
 from troll_lab.trl import seam
 from troll_lab.trl.advantages import RETURNS, VALUE_MASK, VALUES, with_critic, with_token_rewards
@@ -73,9 +73,9 @@ class LabTrainer(TrollTrainer):
 
     # The rollout
 
-    def _make_old_policy(self) -> OldPolicy:
+    def _make_old_policy(self) -> OldPolicyCapture:
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
-        return OldPolicy(self) if self.args.rollout_delay else super()._make_old_policy()
+        return OldPolicyCapture(self) if self.args.rollout_delay else super()._make_old_policy()
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Overrides the parent: by older weights, with equal groups replaced, or of several conversations."""

@@ -14,7 +14,7 @@ from tests.tolerance import within
 from tests.troll.trl import tiny, vision
 from tests.troll.trl.engine import Engine, take_the_place_of_vllm
 from troll.trl import complete, sampling, seam
-from troll.trl.micro_batch import OLD_POLICY
+from troll.trl.old_policy import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 
 SIZE = len(tiny.VOCABULARY)

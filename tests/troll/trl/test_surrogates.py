@@ -23,7 +23,7 @@ from tests.troll.trl.surrogates.contract import (
 from tests.troll.trl.test_loss import EVERY_LOSS
 from tests.troll.trl.tiny import loss_and_gradients, rollout, same_updates
 from troll.trl import TrollTrainer, register_surrogate
-from troll.trl.micro_batch import OLD_POLICY
+from troll.trl.old_policy import OLD_POLICY
 from troll.trl.surrogates import (
     SURROGATES,
     NoSettings,

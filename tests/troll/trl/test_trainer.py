@@ -19,7 +19,7 @@ from tests.troll.trl import dense, tiny
 from tests.troll.trl.distributed_worker import SameRollouts
 from tests.troll.trl.resuming import SETTINGS as RESUMED
 from tests.troll.trl.resuming import interrupted, resumed_exactly
-from troll.trl import TrollConfig, TrollTrainer, micro_batch, seam
+from troll.trl import TrollConfig, TrollTrainer, old_policy, seam
 from troll.trl.monitor import Monitor
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
@@ -88,7 +88,7 @@ def test_gradient_checkpointing_changes_nothing(make):
 
 
 def test_on_policy_equals_grpo_and_is_warned_about(make, monkeypatch):
-    monkeypatch.setattr(micro_batch, "capture_tokens", lambda *_, **__: pytest.fail("the old policy was captured"))
+    monkeypatch.setattr(old_policy, "capture_tokens", lambda *_, **__: pytest.fail("the old policy was captured"))
     settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "beta": 0.1, "max_steps": 2}
     with pytest.warns(UserWarning, match="every update is on-policy, .* updates_per_rollout, .* num_iterations"):
         ours = make(kl_bound=1e-6, **settings)
@@ -257,13 +257,13 @@ def test_cast_lm_head_to_fp32_computes_the_head_in_float32(make, architecture, b
 
 def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     captures = []
-    original = micro_batch.capture_tokens
+    original = old_policy.capture_tokens
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         captures.append(trainer.model.training)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(micro_batch, "capture_tokens", spy)
+    monkeypatch.setattr(old_policy, "capture_tokens", spy)
     trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=2, do_eval=True)
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

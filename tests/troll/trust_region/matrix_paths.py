@@ -19,7 +19,7 @@ import troll
 from tests.troll.trust_region.cases import Array, tensor
 from tests.troll.trust_region.matrix_cases import CASES, Case, upstream
 from troll import Constraint, LMHead, Logits, PackedPolicy, SparsePolicy
-from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.kernels import KERNELS_VARIABLE
 from troll.trust_region.paper import paper_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,7 +96,7 @@ class Found(NamedTuple):
 
 def run(path: Path, case: Case, group: Group = None) -> Found:
     """Captures, takes a step and differentiates."""
-    with mock.patch.dict(os.environ, {VARIABLE: path.kernels}):
+    with mock.patch.dict(os.environ, {KERNELS_VARIABLE: path.kernels}):
         before, after = (path.make(tensor(logits, path.dtype).to(DEVICE), group) for logits in (case.old, case.new))
         shape = before.source.shape
 

@@ -26,12 +26,12 @@ from troll.trust_region.reading import head
 )
 def test_use_triton_follows_variable(monkeypatch, forced, dtype, outcomes, triton):
     pytest.importorskip("triton")
-    monkeypatch.setenv(kernels.VARIABLE, forced)
+    monkeypatch.setenv(kernels.KERNELS_VARIABLE, forced)
     assert kernels.use_triton(torch.empty(1, dtype=dtype), outcomes) is triton
 
 
 def test_use_triton_refuses_missing_triton(monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.KERNELS_VARIABLE, "triton")
     monkeypatch.setattr(kernels, "_triton_is_installed", lambda: False)
     with pytest.raises(ImportError, match="pip install"):
         kernels.use_triton(torch.empty(1), 65)
@@ -39,14 +39,14 @@ def test_use_triton_refuses_missing_triton(monkeypatch):
 
 @pytest.mark.parametrize(("value", "on"), [(None, True), ("1", True), ("0", False)])
 def test_switched_on_unless_zero(monkeypatch, value, on):
-    monkeypatch.delenv(head.VARIABLE, raising=False)
+    monkeypatch.delenv(head.KEEP_TILES_VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(head.VARIABLE, value)
-    assert kernels.switched_on(head.VARIABLE) is on
+        monkeypatch.setenv(head.KEEP_TILES_VARIABLE, value)
+    assert kernels.switched_on(head.KEEP_TILES_VARIABLE) is on
 
 
 def test_switched_on_refuses_other_values(monkeypatch):
-    monkeypatch.setenv(head.VARIABLE, "no")
+    monkeypatch.setenv(head.KEEP_TILES_VARIABLE, "no")
     weight = torch.ones(3, 2, requires_grad=True)
     with pytest.raises(ValueError, match="TROLL_KEEP_TILES must be 0 or 1, got 'no'"):
         troll.log_probs_at(troll.LMHead(torch.ones(1, 2), weight), torch.zeros(1, 1, dtype=torch.int64))
@@ -69,7 +69,7 @@ def test_at_most_five_calls_lead_to_a_kernel(kind: str, monkeypatch: pytest.Monk
 
     for module in (step_triton, top_triton, tiles_triton):
         monkeypatch.setattr(module, "launching_on", launching_on)
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.KERNELS_VARIABLE, "triton")
     hidden, weight = torch.randn(2, 4, dtype=torch.bfloat16), torch.randn(200, 4, dtype=torch.bfloat16)
     hidden.requires_grad_()
     source = troll.LMHead(hidden, weight) if kind == "head" else troll.Logits(hidden @ weight.t())

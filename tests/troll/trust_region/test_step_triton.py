@@ -14,7 +14,7 @@ import troll
 from tests.troll.trust_region.cases import bounds, pairs, tensor
 from troll import PolicyOnSupport, SparsePolicy, TrustRegionStep
 from troll.trust_region import step_triton
-from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.kernels import KERNELS_VARIABLE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = ("log_ratio", "regression", "log_prob", "kl_before", "kl_after", "multiplier", "entropy")
@@ -22,7 +22,7 @@ FLOATS = ("log_ratio", "regression", "log_prob", "kl_before", "kl_after", "multi
 
 @pytest.fixture(autouse=True)
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
 
 
 def policies(

@@ -326,7 +326,7 @@ class Actor:
 
 def captured(engine: Any, batch: TensorDict) -> list[Tensor]:
     """The old policies that an engine keeps of a batch, as a record for each sequence."""
-    return records_of(engine.captured.of(batch), batch["responses"].offsets().diff().tolist())
+    return records_of(engine.old_policies.of(batch), batch["responses"].offsets().diff().tolist())
 
 
 def with_scores(batch: TensorDict, scores: TensorDict) -> TensorDict:

@@ -206,9 +206,9 @@ def test_lora_trains_and_its_reference_captures_nothing() -> None:
     # A bound that any update of the adapter passes, which starts at random.
     actor, samples = trolled(True, *lora, *policy_loss("kl_bound=1e-9")), rollout()
     scored = actor.score(as_batch(samples))
-    before_reference = actor.engine.captured
+    before_reference = actor.engine.old_policies
     reference_pass = actor.infer(scored, calculate_entropy=False, no_lora_adapter=True)
-    assert actor.engine.captured is before_reference
+    assert actor.engine.old_policies is before_reference
     # The adapter starts as zero: the same network, and the same policies.
     check_captured(model_folder(), captured(actor.engine, scored), samples, Settings())
     before = actor.parameters()
@@ -228,9 +228,9 @@ def test_reports_train_as_captured_policies_do() -> None:
     scored = actor.score(as_batch(rollout()))
     records = captured(actor.engine, scored)
     metrics, wanted = actor.update(scored), actor.parameters()
-    scored["old_policies"], before = nested(records), actor.engine.captured
+    scored["old_policies"], before = nested(records), actor.engine.old_policies
     actor.reset(rollout_top_k=5, **REPORTED).infer(scored, calculate_entropy=True)
-    assert actor.engine.captured is before
+    assert actor.engine.old_policies is before
     found = actor.update(scored)
     assert found["trust_region/kept_mass"] == pytest.approx(metrics["trust_region/kept_mass"])
     assert max(found["trust_region/kl_before_max"]) > 0.02

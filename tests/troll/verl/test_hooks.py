@@ -32,7 +32,7 @@ def micro_batch() -> tuple[TensorDict, Tensor, Tensor, ResponseTokens]:
 
 def hooks(settings: TrollPolicyLossConfig) -> tuple[Capture, Update]:
     capturing = Capture(settings, entropy=True)
-    return capturing, Update(settings, False, capturing.captured, lambda **_: (torch.zeros(()), {}), None)
+    return capturing, Update(settings, False, capturing.old_policies, lambda **_: (torch.zeros(()), {}), None)
 
 
 def read(
@@ -134,7 +134,7 @@ def test_verl_reports_the_metrics_of_an_update() -> None:
     """The way of v1's trainer: renamed, then a mean over the updates, or the largest where the name says so."""
     actor = trolled()
     scored = actor.score(as_batch(rollout()))
-    packed = actor.engine.captured.of(scored)
+    packed = actor.engine.old_policies.of(scored)
     metrics: dict[str, Any] = dict(actor.update(scored))
     updates = {name: list(values) for name, values in metrics.items() if name.startswith("trust_region/")}
     reported = reduce_metrics(rename_dict(metrics, "actor/"))

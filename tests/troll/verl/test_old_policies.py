@@ -19,7 +19,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from tests.troll.verl.actor import as_batch, nested, rollout
 from tests.troll.verl.records import joined, records_of
 from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
-from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported_policies, response_places
+from troll.verl.old_policies import OldPolicyStore, ResponseTokens, fill_unreported, reported_policies, response_places
 from troll.verl.records import from_records, to_record, without_policies
 
 VOCABULARY = 99
@@ -105,7 +105,7 @@ def test_padded_batches_are_refused() -> None:
 @settings(deadline=None, max_examples=40)
 def test_captured_policies_are_found_in_any_order(pairs: list[tuple[int, int]], random: Random) -> None:
     data = batch_of(*pairs)
-    policy, kept, edges = captured(data), Captured(), data["responses"].offsets().tolist()
+    policy, kept, edges = captured(data), OldPolicyStore(), data["responses"].offsets().tolist()
     parts, by_number = list(range(len(pairs))), [policy[start:end] for start, end in pairwise(edges)]
     random.shuffle(parts)
     for some in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):  # in micro-batches
@@ -127,7 +127,7 @@ def test_same_tokens_after_another_prompt_are_another_sequence() -> None:
     data = batch_of((2, 3), (2, 3))
     first = tu.index_select_tensor_dict(data, [0, 0])
     tu.assign_non_tensor_stack(first, "uid", ["a", "b"])
-    policy, kept = captured(first), Captured()
+    policy, kept = captured(first), OldPolicyStore()
     assert not torch.equal(policy[:3].log_probs, policy[3:].log_probs)
     kept.keep(policy, first)
     found = kept.of(tu.index_select_tensor_dict(first, [1, 0])).unpack()

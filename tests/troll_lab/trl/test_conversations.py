@@ -20,7 +20,7 @@ from tests.troll.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from troll.grading import Grader, Verdict
 from troll.trl import complete, sampling
 from troll.trl.estimators import ESTIMATORS
-from troll.trl.micro_batch import OLD_POLICY
+from troll.trl.old_policy import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll_lab.trl.conversations import Conversation, completion_metrics, read
 

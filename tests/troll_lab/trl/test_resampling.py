@@ -15,7 +15,7 @@ from tests.troll.trl import tiny
 from tests.troll.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from troll.huggingface.policies import capture
-from troll.trl.micro_batch import OLD_POLICY
+from troll.trl.old_policy import OLD_POLICY
 from troll_lab.trl import LabTrainer
 from troll_lab.trl.resampling import draw, equal_groups
 

@@ -12,7 +12,7 @@ from tests.troll.trl.engine import Engine, RolloutFunc
 from tests.troll.trl.resuming import interrupted, resumed_exactly
 from tests.troll.trl.tiny import move, rolled_out, same_policies
 from troll.trl import seam
-from troll.trl.micro_batch import OLD_POLICY
+from troll.trl.old_policy import OLD_POLICY
 
 SAMPLED = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 

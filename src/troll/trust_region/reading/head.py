@@ -39,7 +39,7 @@ WHOLE_ROWS = {"cpu": 2**25, "gpu": 2**27}
 KEPT = 4
 
 #: The environment variable with which 0 keeps no tiles: less memory, and every tile is computed twice.
-VARIABLE = "TROLL_KEEP_TILES"
+KEEP_TILES_VARIABLE = "TROLL_KEEP_TILES"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class _HeadReading(Reading):
     def keep(self, needed: Sequence[bool]) -> None:
         """See the parent."""
         # Torch's operations overwrite a tile.
-        if switched_on(VARIABLE) and needed[1] and not self.tile.copies and self.tokens <= TOKEN_TILE:
+        if switched_on(KEEP_TILES_VARIABLE) and needed[1] and not self.tile.copies and self.tokens <= TOKEN_TILE:
             self._room = KEPT * self._head.weight.numel()
 
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:

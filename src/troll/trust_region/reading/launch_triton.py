@@ -15,7 +15,7 @@ from ..kernels import switched_on
 
 #: The environment variable for tuning. 0 keeps to the table; otherwise the first large launch on a GPU, for each width
 #: and dtype, tries the table's neighbours too.
-VARIABLE = "TROLL_AUTOTUNE"
+AUTOTUNE_VARIABLE = "TROLL_AUTOTUNE"
 
 #: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads in each thread, so that much data
 #: is on its way, and few warps, so that a reduction does not wait for many.
@@ -77,7 +77,7 @@ def candidates(name: str, bytes_each: int) -> list[tuple[int, int]]:
 
 
 def _tunes(device_type: str) -> bool:
-    return switched_on(VARIABLE) and device_type == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1"
+    return switched_on(AUTOTUNE_VARIABLE) and device_type == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1"
 
 
 @functools.cache

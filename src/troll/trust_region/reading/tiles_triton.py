@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..kernels import VARIABLE, launching_on
+from ..kernels import KERNELS_VARIABLE, launching_on
 from ..policy.top import BLOCK
 from .head_triton import products_kernel
 from .launch_triton import grid_of, launcher, select_warps
@@ -95,7 +95,7 @@ class TritonTile(Tile):
         """
         memory, width = self.memory, self.memory.width
         if width > LARGEST_WIDTH:
-            raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {width}: set {VARIABLE}=torch")
+            raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {width}: set {KERNELS_VARIABLE}=torch")
         rows, blocks = len(sampled), triton.cdiv(width, BLOCK)
         ids = sampled.new_empty((rows, k + 1), dtype=torch.int64)
         if not rows:

@@ -48,7 +48,7 @@ def test_sizes_of_table_are_powers_of_two():
 
 @pytest.mark.parametrize(("value", "device", "tunes"), [("0", "cuda", False), ("1", "cpu", False), ("1", "cuda", True)])
 def test_tuning_follows_its_variable(monkeypatch, value, device, tunes):
-    monkeypatch.setenv(launch_triton.VARIABLE, value)
+    monkeypatch.setenv(launch_triton.AUTOTUNE_VARIABLE, value)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert launch_triton._tunes(device) is tunes
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -14,7 +14,7 @@ from tests.tolerance import within
 from tests.troll.trust_region import reference
 from tests.troll.trust_region.cases import array, tensor
 from tests.troll.trust_region.reading.sources import KINDS, Problem, support_of
-from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.kernels import KERNELS_VARIABLE
 from troll.trust_region.reading.read import read
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +102,7 @@ def test_entropy_of_near_deterministic_token_keeps_digits(kind):
 def test_read_of_broken_rows_has_no_gradient(with_entropy, kernels, monkeypatch):
     if kernels == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setenv(VARIABLE, kernels)
+    monkeypatch.setenv(KERNELS_VARIABLE, kernels)
     leaf = torch.randn(5, 60, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     leaf[1, 3], leaf[2, 50], leaf[4] = torch.nan, torch.inf, -torch.inf
     policy = read(

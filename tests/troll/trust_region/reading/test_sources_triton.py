@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import troll
-from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.kernels import KERNELS_VARIABLE
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading.read import read
 
@@ -38,7 +38,7 @@ class Problem:
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 1), (torch.bfloat16, 3)])
 def test_head_computes_kept_tiles_once(dtype, kept, monkeypatch):
     """Of three tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
-    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
     # Room for the first and half of the next; the third, a remainder, would fit where the second does not.
     monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 4 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
@@ -64,7 +64,7 @@ def test_head_computes_kept_tiles_once(dtype, kept, monkeypatch):
 
 
 def test_head_keeps_no_tile_without_backward(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     asked: list[Any] = []
     monkeypatch.setattr(head_module._HeadReading, "keep", lambda self, needed: asked.append(needed))
     problem = Problem(torch.float32)
@@ -73,7 +73,7 @@ def test_head_keeps_no_tile_without_backward(monkeypatch):
         read(source, problem.sampled.unsqueeze(-1))
     assert not asked
     monkeypatch.undo()
-    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     monkeypatch.setattr(head_module, "TOKEN_TILE", 3)  # of 4 tokens
     node: Any = read(source, problem.sampled.unsqueeze(-1)).tail_logit.grad_fn
     assert not node.next_functions[0][0].kept
@@ -81,10 +81,10 @@ def test_head_keeps_no_tile_without_backward(monkeypatch):
 
 @pytest.mark.parametrize(("trained", "setting"), [("hidden", None), ("weight", None), ("weight", "1"), ("weight", "0")])
 def test_head_keeps_tiles_of_trained_weight(trained, setting, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "triton")
-    monkeypatch.delenv(head_module.VARIABLE, raising=False)
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
+    monkeypatch.delenv(head_module.KEEP_TILES_VARIABLE, raising=False)
     if setting is not None:
-        monkeypatch.setenv(head_module.VARIABLE, setting)
+        monkeypatch.setenv(head_module.KEEP_TILES_VARIABLE, setting)
     monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
     problem = Problem(torch.float32)
     hidden, weight = (
