@@ -7,16 +7,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from troll_lab.evaluation.estimators import wilson_interval
-from troll_lab.reports.curves import Chart, changes, curve_card
+from troll_lab.reports.curves import Chart, curve_card
 from troll_lab.reports.figures import Scale
 from troll_lab.reports.page import Section
 from troll_lab.runs.recorded import HELD_OUT, SUCCESS, TRUST, Rows, eval_questions, metric, number
 
-#: ε over time.
-_BOUND = TRUST + "kl_bound"
 _WANTED = TRUST + "kl_target/wanted"
 _DIAGNOSTICS = TRUST + "diagnostics/"
 
@@ -75,14 +71,6 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
             {TRUST + "multiplier": "η"},
             "How hard the projection pulls a projected token towards the old policy: larger the further the "
             "network has left it.",
-        ),
-        Chart(
-            "KL bound ε",
-            "nats",
-            "from zero",
-            {_BOUND: "ε"},
-            "The bound itself, which this run changes while it trains.",
-            shown="if it changes",
         ),
         Chart(
             "Clipped fraction",
@@ -205,7 +193,7 @@ _FAMILIES: dict[str, tuple[str, str, Scale, str]] = {
 
 def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
     """The cards of all curves with data, and a sentence for each chart that should have data and has none."""
-    bound = _bound(rows, summary)
+    bound = number(summary.get("kl_bound"), (1e-300, math.inf))
     last = max(1, int(number(summary.get("steps")) or 0), *(row["step"] for row in rows))
     size = eval_questions(summary)
     held_out = metric(rows, HELD_OUT)
@@ -223,8 +211,6 @@ def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
         cards, missing = [], []
         for chart in charts:
             data = {key: metric(rows, key) for key in chart.lines}
-            if chart.shown == "if it changes" and not any(map(changes, data.values())):
-                continue
             if any((curve > 0).any() or (chart.scale != "log" and len(curve)) for curve in data.values()):
                 shown_bound = bound if chart.with_bound else None
                 cards.append(curve_card(chart, data, last, intervals, shown_bound))
@@ -235,14 +221,6 @@ def sections(rows: Rows, summary: Mapping[str, Any]) -> list[Section]:
         if cards or missing:
             found.append(Section(title, cards, missing=missing))
     return found
-
-
-def _bound(rows: Rows, summary: Mapping[str, Any]) -> pd.Series | None:
-    """ε by step if it changes, else a single value; None if it is unknown."""
-    bound, fixed = metric(rows, _BOUND), number(summary.get("kl_bound"), (1e-300, math.inf))
-    if changes(bound):
-        return bound
-    return None if fixed is None else pd.Series([fixed])
 
 
 def diagnostic_charts(names: Iterable[str]) -> list[Chart]:

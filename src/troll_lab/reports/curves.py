@@ -39,7 +39,7 @@ class Chart:
     lines: Mapping[str, str]
     caption: str
     with_bound: bool = False
-    shown: Literal["always", "if logged", "if it changes"] = "always"
+    shown: Literal["always", "if logged"] = "always"
 
 
 def thin(curves: Curves, most: int, largest: bool = False) -> Curves:
@@ -57,17 +57,12 @@ def smooth(curves: Curves) -> Curves:
     return curves.rolling(_window(len(curves)), center=True, min_periods=1).mean()
 
 
-def changes(curve: pd.Series) -> bool:
-    """Whether a curve has more than one value."""
-    return bool(curve.nunique() > 1)
-
-
 def curve_card(
     chart: Chart,
     data: Mapping[str, pd.Series],
     last: int,
     intervals: Mapping[str, Mapping[int, Interval]],
-    bound: pd.Series | None = None,
+    bound: float | None = None,
     steps: str = "optimiser step",
 ) -> Card:
     """The card of a chart.
@@ -77,7 +72,7 @@ def curve_card(
         data: The values by step of each metric of the chart, some of them empty.
         last: The last step of the axis.
         intervals: Intervals of held-out metrics by step.
-        bound: ε by step, drawn as a dashed line.
+        bound: ε, drawn as a dashed line.
         steps: The name of the horizontal axis.
     """
     held_out = [key for key in chart.lines if _held_out(key)]
@@ -94,14 +89,14 @@ def curve_card(
             else:
                 _draw_line(axes, thin(curve, _MOST_POINTS, key.endswith("_max")), LIGHT[colours[key]])
         set_steps(axes, last, steps)
-        seen = [*drawn.values(), *([] if bound is None else [bound])]
-        set_scale(axes, chart.scale, pd.concat(seen).tolist())
+        seen = pd.concat(list(drawn.values())).tolist()
+        set_scale(axes, chart.scale, seen if bound is None else [*seen, bound])
         if bound is not None:
             _draw_bound(axes, bound)
 
     legend = {chart.lines[key]: marks[key] for key in drawn} if len(chart.lines) > 1 or bound is not None else {}
     if bound is not None:
-        legend[f"bound ε{'' if changes(bound) else f' = {bound.iloc[0]:g}'}"] = "bound"
+        legend[f"bound ε = {bound:g}"] = "bound"
     trained = [len(curve) for key, curve in drawn.items() if not _held_out(key)]
     missing = [f"Not logged: {label}." for key, label in chart.lines.items() if key not in drawn]
     caption = [chart.caption, _smoothing_note(max(trained, default=0)), *missing]
@@ -151,11 +146,7 @@ def _draw_held_out(axes: Axes, curve: pd.Series, colour: str, intervals: Mapping
     axes.errorbar(curve.index, curve, [below, above] if intervals else None, **style)
 
 
-def _draw_bound(axes: Axes, bound: pd.Series) -> None:
-    style: dict[str, Any] = {"color": LIGHT["ink"], "linewidth": 1, "linestyle": (0, (4, 3))}
-    if changes(bound):
-        axes.plot(thin(bound, _MOST_POINTS), **style)
-    else:
-        axes.axhline(bound.iloc[0], **style)
+def _draw_bound(axes: Axes, bound: float) -> None:
+    axes.axhline(bound, color=LIGHT["ink"], linewidth=1, linestyle=(0, (4, 3)))
     end = axes.get_yaxis_transform()
-    axes.annotate("ε", (1, bound.iloc[-1]), (4, 0), xycoords=end, textcoords="offset points", va="center", fontsize=10)
+    axes.annotate("ε", (1, bound), (4, 0), xycoords=end, textcoords="offset points", va="center", fontsize=10)

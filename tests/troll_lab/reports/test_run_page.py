@@ -379,17 +379,11 @@ def test_kl_target_adds_kl_wanted_and_rate(tmp_path, page):
     assert without.card("learning-rate") is None
 
 
-def test_a_changing_bound_is_a_curve_and_a_line_in_kl_cards(tmp_path):
-    bounded = [row for row in metrics_of(1) if "loss" in row]
-    rows = [row | {"trust_region/kl_bound": 0.05 if row["step"] < 4 else 0.02} for row in bounded]
-    page = page_of(tmp_path / "run", rows, summary_of(1))
-    assert page.card("kl-bound-ε") is not None
+def test_the_bound_is_a_line_in_kl_cards(tmp_path):
+    page = page_of(tmp_path / "run", metrics_of(1), summary_of(1))
     assert ">ε</text>" in page.card("kl-to-the-old-policy-mean-token")
-    assert "bound ε = " not in page.text
-    fixed = [row | {"trust_region/kl_bound": 0.05} for row in bounded]
-    page = page_of(tmp_path / "fixed", fixed, summary_of(1))
-    assert page.card("kl-bound-ε") is None
-    assert "bound ε = 0.05" in page.text
+    assert f"bound ε = {KL_BOUND:g}" in page.text
+    assert ">ε</text>" not in page.card("projected-fraction")
 
 
 def test_a_run_without_a_trust_region_misses_none(tmp_path):
