@@ -7,6 +7,7 @@ which do not survive a fork, have not started. (OpenBLAS and jemalloc have start
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -43,6 +44,7 @@ def main() -> None:
     # From 3.12 on, Python warns of any thread at a fork.
     warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
     gc.freeze()  # the collector would write to every object, and so copy the memory that forks share
+    atexit.register(gc.unfreeze)  # else Triton reports leaks at the end of a log, in place of a run's error
     serve(_train)
 
 

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -52,3 +53,17 @@ print(asked, threading.active_count())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[] 1\n"
+
+
+def test_log_ends_with_what_the_run_said(tmp_path: Path) -> None:
+    code = """
+from troll_lab.runs import worker
+worker._IMPORTS = ("triton",)
+worker._train = lambda arguments: (print("the reason"), 1)[1]
+worker.main()
+"""
+    log = tmp_path / "log"
+    job = json.dumps({"arguments": [], "log": str(log)})
+    done = subprocess.run([sys.executable, "-c", code], input=job, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    assert log.read_text() == "the reason\n"
