@@ -58,7 +58,7 @@ class SurrogateLoss:
         scored = inputs["completion_mask"].bool()
         at = scored.nonzero(as_tuple=True)  # finds the tokens, and waits for the device, once
         old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()[at] if reads_policies else None
-        new, scores = self._read_new_policy(model, inputs, scored, at, old)
+        new, scores = self.read_new_policy(model, inputs, scored, at, old)
         mask, old_log_probs, advantages = seam.loss_mask(inputs), inputs["old_per_token_logps"], inputs["advantages"]
         advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).expand(mask.shape)
         shared = surrogate.projects and args.constraint != "token"
@@ -122,7 +122,7 @@ class SurrogateLoss:
 
     # The parts, in the order in which the loss needs them
 
-    def _read_new_policy(
+    def read_new_policy(
         self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
     ) -> tuple[PolicyOnSupport | None, seam.Scores]:
         """The new policy at the old policy's tokens, (N,), and the scores that TRL would compute.

@@ -59,7 +59,7 @@ def test_padded_prompts_are_scored_as_they_are_without_padding(make, tmp_path, k
     scores.append(seam.score(trainer, model, inputs).log_probs)
     if surrogate == "troll":
         old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()[at]
-        scores.append(trainer.surrogate_loss.read(model, inputs, counts, at, old)[1].log_probs)
+        scores.append(trainer.surrogate_loss.read_new_policy(model, inputs, counts, at, old)[1].log_probs)
     expected = alone(model, inputs)
     for actual in scores:
         torch.testing.assert_close(actual.detach()[counts], expected[counts], rtol=0, atol=LOG_PROB_ERROR)
