@@ -2,8 +2,9 @@
 
     python -m experiments.movements tce-reach --output_dir runs/movements
 
-Each method gets the learning rate that is best on a seed that does not count. Writes docs/results/RECIPE.jsonl after
-every run, and docs/assets/RECIPE.svg; runs that the file has are not made again, and interrupted ones go on.
+Each method gets the learning rate that is best on a seed that does not count; TCE with a KL target finds it, from two
+starts. Writes docs/results/RECIPE.jsonl after every run, and docs/assets/RECIPE.svg; runs that the file has are not
+made again, and interrupted ones go on.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = ("tce-reach", "tce-metaworld-reach")
 #: The tables and figures of the page. The second was made when Meta-World's evaluation drew training's own tasks.
 SHOWN = ("tce-reach", "tce-metaworld-reach-training-tasks")
+TARGET = "TCE, KL target"
 METHODS = {
     "TCE": ["--events", "segments", "--constraint", "trust_region"],
     "black-box": ["--events", "episodes", "--constraint", "trust_region"],
     "clip": ["--events", "segments", "--constraint", "clip"],
+    TARGET: ["--events", "segments", "--constraint", "trust_region", "--kl_target", "0.6"],
 }
-RATES = ("3e-4", "1e-3", "3e-3")
+#: The learning rates out of which a seed chooses one, and those from which a KL target searches.
+RATES, STARTS = ("3e-4", "1e-3", "3e-3"), ("1e-5", "1e-1")
 TUNING_SEED, SEEDS = 0, range(1, 6)
 
 
@@ -49,10 +53,9 @@ def main() -> int:
     for method, rate, seed in tuning():
         if not make(rows, options.recipe, options.output_dir, method, rate, seed):
             return 1
-    rates = best_rates(rows)
     for seed in SEEDS:
-        for method in METHODS:
-            if not make(rows, options.recipe, options.output_dir, method, rates[method], seed):
+        for method, rate in compared(rows):
+            if not make(rows, options.recipe, options.output_dir, method, rate, seed):
                 return 1
     figures.save_svg(lambda: draw(rows), figure(options.recipe))
     print(outcome(rows))
@@ -74,7 +77,7 @@ def figure(name: str) -> Path:
 
 def tuning() -> Iterator[tuple[str, str, int]]:
     """The method, rate and seed of each run that chooses a rate."""
-    return ((method, rate, TUNING_SEED) for method in METHODS for rate in RATES)
+    return ((method, rate, TUNING_SEED) for method in METHODS if method != TARGET for rate in RATES)
 
 
 def make(
@@ -111,25 +114,33 @@ def make(
 def best_rates(rows: Sequence[Row]) -> dict[str, str]:
     """The rate of each method with the highest final success on the tuning seed; of equal ones the first in `RATES`."""
     tuned = {(row["method"], row["learning_rate"]): row["success"][-1] for row in rows if row["seed"] == TUNING_SEED}
-    return {method: max(RATES, key=lambda rate: tuned[method, rate]) for method in METHODS}
+    return {method: max(RATES, key=lambda rate: tuned[method, rate]) for method in METHODS if method != TARGET}
 
 
-def counted(rows: Sequence[Row], method: str) -> dict[int, Row]:
-    """The runs of a method that count, by their seeds, in order."""
-    runs = {row["seed"]: row for row in rows if row["method"] == method}
-    return {seed: runs[seed] for seed in SEEDS if seed in runs}
+def compared(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What is compared: the methods with their `learning_rate`."""
+    return [*best_rates(rows).items(), *((TARGET, start) for start in STARTS)]
+
+
+def counted(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
+    """The runs that count, by the names of what is compared and by their seeds, in order; none of what has no run."""
+    made = {(row["method"], row["learning_rate"], row["seed"]): row for row in rows}
+    named = {f"{method} from {rate}" if method == TARGET else method: (method, rate) for method, rate in compared(rows)}
+    found = {name: {seed: made[*one, seed] for seed in SEEDS if (*one, seed) in made} for name, one in named.items()}
+    return {name: runs for name, runs in found.items() if runs}
 
 
 def outcome(rows: Sequence[Row]) -> str:
     """The final success of each method, and its difference to TCE, with 95 % intervals, as a table in Markdown."""
-    final = {method: {seed: row["success"][-1] for seed, row in counted(rows, method).items()} for method in METHODS}
-    lines = []
-    for method, rate in best_rates(rows).items():
-        mean, less = seed_mean(list(final[method].values())), paired_difference(final[method], final["TCE"])
-        difference = "" if method == "TCE" else tables.difference(less)
-        minutes = [row["seconds"] / 60 for row in counted(rows, method).values()]
+    lines, best = [], best_rates(rows)
+    of_tce = {seed: row["success"][-1] for seed, row in counted(rows)["TCE"].items()}
+    for name, runs in counted(rows).items():
+        final = {seed: row["success"][-1] for seed, row in runs.items()}
+        mean, less = seed_mean(list(final.values())), paired_difference(final, of_tce)
+        difference = "" if name == "TCE" else tables.difference(less)
+        minutes = [row["seconds"] / 60 for row in runs.values()]
         shown = f"{min(minutes):.1f} to {max(minutes):.1f}"
-        lines.append([method, rate, tables.success(mean), difference, shown])
+        lines.append([name, best.get(name, ""), tables.success(mean), difference, shown])
     return markdown_table(["method", "rate", "final success, %", "minus TCE, points", "minutes a run"], lines)
 
 
@@ -137,8 +148,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Success over environment steps: a line for each method's mean, its 95 % interval, and a thin line a seed."""
     drawn = Figure(figsize=(6.4, 3.2), layout="constrained", facecolor="white")
     axes = drawn.add_subplot(xlabel="million environment steps", ylabel="held-out success, %", ylim=(0, 100))
-    for number, method in enumerate(METHODS):
-        runs = list(counted(rows, method).values())
+    for number, (name, by_seed) in enumerate(counted(rows).items()):
+        runs = list(by_seed.values())
         steps = [count / 1e6 for count in runs[0]["environment_steps"]]
         curves = [[100 * value for value in run["success"]] for run in runs]
         points = [seed_mean(values) for values in zip(*curves, strict=True)]
@@ -146,7 +157,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             axes.plot(steps, curve, color=f"C{number}", linewidth=0.5, alpha=0.5)
         low, high = zip(*(point.interval or (point.mean, point.mean) for point in points), strict=True)
         axes.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
-        axes.plot(steps, [point.mean for point in points], color=f"C{number}", label=method)
+        axes.plot(steps, [point.mean for point in points], color=f"C{number}", label=name)
     axes.legend(frameon=False)
     return drawn
 

@@ -203,12 +203,11 @@ def test_every_run_of_single_scripts_is_there() -> None:
     once = {memory_agent.CONTROL, memory_agent.longer(memory_agent.CONTROL)}
     assert seeds_of(CONTROLS, "method") == {(each,): [*range(1 if each in once else 5)] for each in trained}
     for rows in MOVED.values():
-        best = movements.best_rates(rows)
-        assert seeds_of(rows, "method", "learning_rate") == {
-            (method, rate): sorted({movements.TUNING_SEED, *(movements.SEEDS if rate == best[method] else ())})
-            for method in movements.METHODS
-            for rate in movements.RATES
-        }
+        expected = {(method, rate): [seed] for method, rate, seed in movements.tuning()}
+        for one in movements.compared(rows):
+            expected[one] = [*expected.get(one, []), *movements.SEEDS]
+        found = seeds_of(rows, "method", "learning_rate")
+        assert found == {one: seeds for one, seeds in expected.items() if one in found or one[0] != movements.TARGET}
 
 
 @pytest.mark.parametrize("name", ["drift", *MOVED])
@@ -216,9 +215,8 @@ def test_figures_have_means_of_methods_and_lines_of_seeds(name: str) -> None:
     if name == "drift":
         figure, curves = drift.draw(DRIFT), {method: [run["kl"] for run in runs] for method, runs in DRIFT.items()}
     else:
-        of = {method: movements.counted(MOVED[name], method).values() for method in movements.METHODS}
-        figure = movements.draw(MOVED[name])
-        curves = {method: [[100 * share for share in run["success"]] for run in runs] for method, runs in of.items()}
+        figure, of = movements.draw(MOVED[name]), movements.counted(MOVED[name]).items()
+        curves = {one: [[100 * share for share in run["success"]] for run in runs.values()] for one, runs in of}
     (axes,) = figure.axes
     lines = {line.get_label(): np.asarray(line.get_ydata()) for line in axes.lines}
     for method, runs in curves.items():
