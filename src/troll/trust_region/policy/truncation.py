@@ -59,7 +59,7 @@ class Truncation:
 
     def __post_init__(self) -> None:
         check_choice("ties", self.ties, get_args(Ties))
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise ValueError(f"top_k must be an integer of at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")

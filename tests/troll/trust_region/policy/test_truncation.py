@@ -262,7 +262,8 @@ def test_capture_top_takes_kept_set():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("top_k", -1), ("top_k", 1.5), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2)]
+    ("setting", "value"),
+    [("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2)],
 )
 def test_truncation_refuses_settings_out_of_range(setting, value):
     with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
