@@ -44,9 +44,7 @@ class EpisodicConfig:
         episodes: Number of episodes in a rollout.
         updates: Number of updates of the policy per rollout, each on the whole rollout.
         critic_updates: Number of updates of the critic per rollout, each on the whole rollout.
-        learning_rate: Learning rate of the policy's Adam; with a `kl_target`, the search for it begins at a hundredth.
-        kl_target: The KL to the policy that sampled, of the means and the covariances, in nats, that is wanted in the
-            last of eight updates on a rollout; if it is above 0, the learning rate follows it by `troll.KLTarget`.
+        learning_rate: Learning rate of the policy's Adam.
         critic_learning_rate: Learning rate of the critic's Adam.
         max_grad_norm: The norm to which gradients are clipped. The pull grows with the square of the distance to the
             region, so without clipping one large step would lead to larger ones.
@@ -81,7 +79,6 @@ class EpisodicConfig:
     updates: int = number(20, "an integer, at least 1")
     critic_updates: int = number(10, "an integer, at least 1")
     learning_rate: float = number(3e-4, "finite and above 0")
-    kl_target: float = number(0.0, "finite and at least 0")
     critic_learning_rate: float = number(1e-3, "finite and above 0")
     max_grad_norm: float = number(1.0, "finite and above 0")
     hidden: int = number(64, "an integer, at least 1")
@@ -103,11 +100,6 @@ class EpisodicConfig:
         for name in ("episodes", "eval_episodes"):
             if getattr(self, name) % self.num_envs:
                 raise ValueError(f"{name} must be a multiple of num_envs={self.num_envs}, got {getattr(self, name)}")
-        if self.kl_target and self.updates < 2:
-            raise ValueError(
-                f"kl_target needs updates of at least 2, got {self.updates}: in the first update on a rollout the "
-                "policy is still the one that sampled, and its KL says nothing about the learning rate"
-            )
 
     def settings(self) -> dict[str, Any]:
         """The settings that a run records: all except how it was started."""

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from troll.gaussian import Gaussian, kl_parts, project_kl
-from troll.trust_region.optimizer import set_rates
-from troll.trust_region.rate import KLTarget
 from troll_lab.episodic.config import EpisodicConfig
 from troll_lab.episodic.objective import clip_loss, trust_region_objective
 from troll_lab.episodic.policy import MovementPolicy, network, segment_log_prob
@@ -18,7 +16,7 @@ from troll_lab.episodic.rollout import Rollout
 from troll_lab.episodic.segments import generalised_advantages, normalised, random_cuts, segment_advantages
 
 #: The end of an error about an update that went wrong.
-_REMEDY = "lower the learning rate (or kl_target, if it is set) or the bounds"
+_REMEDY = "lower the learning rate or the bounds"
 
 
 class Critic(nn.Module):
@@ -74,12 +72,6 @@ class Learner:
         self.critic = Critic(observed, config.hidden)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), config.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_learning_rate)
-        #: Sets the rate of the policy's updates; None for a constant rate.
-        self.kl_target = None
-        if config.kl_target:
-            self.kl_target = KLTarget(
-                config.kl_target, updates_per_rollout=config.updates, learning_rate=config.learning_rate
-            )
 
     def update(self, rollout: Rollout, generator: torch.Generator) -> dict[str, float]:
         """Updates policy and critic with a rollout of the current policy.
@@ -120,13 +112,8 @@ class Learner:
             old = self.policy(rollout.contexts)
             old_log_prob = log_prob(old)
         projected = []
-        for age in range(config.updates):
+        for _ in range(config.updates):
             new = self.policy(rollout.contexts)
-            if self.kl_target is not None:
-                with torch.no_grad():
-                    mean_kl, covariance_kl = kl_parts(new, old)
-                kl, success = (mean_kl + covariance_kl).mean().item(), rollout.success.double().mean().item()
-                set_rates(self.optimizer, [self.kl_target.update(kl, age, length=1.0, success=success)])
             if config.constraint == "clip":
                 loss = clip_loss(log_prob(new) - old_log_prob, advantages, config.clip)
             else:
@@ -156,9 +143,6 @@ class Learner:
         }
         if projected:
             metrics["projected_fraction"] = sum(projected) / len(projected)
-        if self.kl_target is not None:
-            metrics["kl_measured"], metrics["kl_wanted"], _ = self.kl_target.compared
-            metrics["learning_rate"] = self.kl_target.rate
         return metrics
 
     def _update_critic(self, rollout: Rollout, values: Tensor) -> dict[str, float]:
@@ -182,13 +166,12 @@ class Learner:
             part.load_state_dict(state[name])
 
     def _parts(self) -> dict[str, Any]:
-        parts = {
+        return {
             "policy": self.policy,
             "critic": self.critic,
             "optimizer": self.optimizer,
             "critic_optimizer": self.critic_optimizer,
         }
-        return parts if self.kl_target is None else parts | {"kl_target": self.kl_target}
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor, max_grad_norm: float) -> None:

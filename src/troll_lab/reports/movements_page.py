@@ -38,21 +38,6 @@ _CHARTS = (
         "its bound; means follow the projection by the pull only.",
     ),
     Chart(
-        "KL measured and wanted",
-        "nats, log scale",
-        "log",
-        {"kl_measured": "measured", "kl_wanted": "wanted"},
-        "Before the last update on a rollout, of means and covariances together. The learning rate is set so that the "
-        "two are equal.",
-    ),
-    Chart(
-        "Learning rate",
-        "log scale",
-        "log",
-        {"learning_rate": "learning rate"},
-        "What `kl_target` made of it, in the last update on a rollout.",
-    ),
-    Chart(
         "Projected fraction",
         "share of means",
         "percent",

@@ -30,8 +30,6 @@ def test_overrides_replace_the_recipes_values() -> None:
         (["--max_grad_norm", "nan"], "max_grad_norm must be finite and above 0, got nan"),
         (["--pull_weight", "-1"], "pull_weight must be finite and at least 0, got -1.0"),
         (["--episodes", "65"], "episodes must be a multiple of num_envs=64, got 65"),
-        (["--kl_target", "-1"], "kl_target must be finite and at least 0, got -1.0"),
-        (["--kl_target", "0.6", "--updates", "1"], "kl_target needs updates of at least 2, got 1"),
         (["--seed=-1"], r"seed must be an integer in \[0, 2\^32\), got -1"),
         (["--seed", "x"], "argument --seed: must be a whole number, got 'x'"),
         (["--processes", "perhaps"], "must be true or false, got perhaps"),

@@ -1,6 +1,5 @@
 """One update: what learns, what stays in the trust region, and units of the critic."""
 
-import io
 from copy import deepcopy
 from typing import Any
 
@@ -86,34 +85,6 @@ def test_restored_learner_goes_on_exactly() -> None:
     assert other.update(rollout, torch.Generator().manual_seed(1)) == expected
 
 
-@pytest.mark.parametrize("constraint", ["trust_region", "clip"])
-def test_kl_target_finds_the_same_rate_from_starts_far_apart(constraint: str) -> None:
-    rates = []
-    for start in (1e-4, 1.0):
-        learner = learner_of(constraint=constraint, kl_target=0.05, learning_rate=start, mean_bound=0.2)
-        for seed in range(6):
-            metrics = learner.update(episodes(learner, seed), torch.Generator().manual_seed(0))
-        assert learner.optimizer.param_groups[0]["lr"] == metrics["learning_rate"]
-        assert metrics["kl_wanted"] == pytest.approx(0.05 * (19 / 7) ** 0.5)
-        assert 0.5 < metrics["kl_measured"] / metrics["kl_wanted"] < 2
-        rates.append(metrics["learning_rate"])
-    assert 0.5 < rates[0] / rates[1] < 2
-
-
-def test_restored_learner_keeps_the_rate_that_a_target_found() -> None:
-    learner, other = learner_of(kl_target=0.05, learning_rate=1e-3), learner_of(kl_target=0.05, learning_rate=1e-3)
-    for seed in range(2):
-        learner.update(episodes(learner, seed), torch.Generator().manual_seed(0))
-    file = io.BytesIO()
-    torch.save(learner.state(), file)
-    file.seek(0)
-    other.restore(torch.load(file))
-    rollout = episodes(learner, 2)
-    expected = learner.update(rollout, torch.Generator().manual_seed(1))
-    assert expected["learning_rate"] > 1e-4, "it begins at 1e-5"
-    assert other.update(rollout, torch.Generator().manual_seed(1)) == expected
-
-
 def test_critic_learns_returns_of_any_size() -> None:
     errors = []
     for size in (1.0, 1e4):
@@ -155,6 +126,6 @@ def test_update_stops_on_a_loss_that_is_not_finite() -> None:
 def test_update_stops_on_a_policy_that_diverges(learning_rate: float) -> None:
     """The first is so far away that it cannot be projected, of the second a standard deviation becomes 0."""
     learner = learner_of(learning_rate=learning_rate)
-    with pytest.raises(FloatingPointError, match="the policy diverged, lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="the policy diverged, lower the learning rate or the bounds"):
         for seed in range(4):
             learner.update(episodes(learner, seed), torch.Generator().manual_seed(0))
