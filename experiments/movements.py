@@ -130,11 +130,10 @@ def counted(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
 
 def outcome(rows: Sequence[Row]) -> str:
     """The final success of each method, and its difference to TCE, with 95 % intervals, as a table in Markdown."""
-    lines, best = [], best_rates(rows)
-    of_tce = {seed: row["success"][-1] for seed, row in counted(rows)["TCE"].items()}
-    for name, runs in counted(rows).items():
-        final = {seed: row["success"][-1] for seed, row in runs.items()}
-        mean, less = seed_mean(list(final.values())), paired_difference(final, of_tce)
+    lines, best, made = [], best_rates(rows), counted(rows)
+    final = {name: {seed: row["success"][-1] for seed, row in runs.items()} for name, runs in made.items()}
+    for name, runs in made.items():
+        mean, less = seed_mean(list(final[name].values())), paired_difference(final[name], final["TCE"])
         difference = "" if name == "TCE" else tables.difference(less)
         minutes = [row["seconds"] / 60 for row in runs.values()]
         shown = f"{min(minutes):.1f} to {max(minutes):.1f}"
