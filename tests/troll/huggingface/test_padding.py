@@ -19,9 +19,9 @@ PADDING, LENGTH = 5, 9
 #: Models with learned, sinusoidal, rotary and relative positions, without positions, and recurrent ones.
 QUICK = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "llama", "mamba", "ministral3", "opt", "xglm")
 
-#: Models that count from the first column and take no position ids, and one that reads padding like any token.
+#: Models that count from the first column and take no position ids, and recurrent ones that read padding as tokens.
 SHIFTED = {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"}
-SHIFTED |= {"rwkv", "trocr", "whisper"}
+SHIFTED |= {"recurrent_gemma", "rwkv", "trocr", "whisper", "xlstm"}
 
 #: Models whose logits are more than the product of the last hidden states with a matrix.
 UNREADABLE = {"bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "inkling_text", "llama4_text"}
