@@ -52,8 +52,8 @@ def main() -> int:
             return 1
     rates = best_rates(rows)
     for seed in SEEDS:
-        for method in METHODS:
-            if not make(rows, options.recipe, options.output_dir, method, rates[method], seed):
+        for method, rate in rates.items():
+            if not make(rows, options.recipe, options.output_dir, method, rate, seed):
                 return 1
     figures.save_svg(lambda: draw(rows), figure(options.recipe))
     print(outcome(rows))
